@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.parse
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -177,6 +178,15 @@ OneOrSeveral = Annotated[
 ]
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        named = parts.port != 0 and (parts.hostname or "").encode("idna")
+    except ValueError:  # a bracket that is not closed, a port above 65535, an empty label
+        return False
+    return bool(named) and re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", url) is not None
+
+
 @section()
 class FleetServer:
     """A server of OpenAI's API (vLLM, SGLang, this package's `serve`) that holds the target.
@@ -194,8 +204,7 @@ class FleetServer:
     api_key_variable: str | None = None
 
     def __post_init__(self) -> None:
-        known = re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", self.url)
-        require(known is not None, "url", self.url, "an address with the version, such as http://127.0.0.1:8000/v1")
+        require(_is_address(self.url), "url", self.url, "an address with the version, such as http://127.0.0.1:8000/v1")
 
 
 @section("regenerate")

@@ -37,12 +37,13 @@ class Trouble(Exception):
 
     Attributes:
         began: it may have been this prompt that it failed at.
+        busy: it answered that it takes no prompt now, or not this one.
         retry_after: seconds, as the server says.
     """
 
-    def __init__(self, why: str, *, began: bool, retry_after: float = 0.0) -> None:
+    def __init__(self, why: str, *, began: bool, busy: bool = False, retry_after: float = 0.0) -> None:
         super().__init__(why)
-        self.began, self.retry_after = began, retry_after
+        self.began, self.busy, self.retry_after = began, busy, retry_after
 
 
 class Refused(Exception):
@@ -269,6 +270,8 @@ class Server:
             raise Trouble(f"got no whole answer in {self._deadline:g} s", began=True) from error
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise Trouble(f"got no connection: {error}", began=False) from error
+        except httpx2.InvalidURL as error:  # a name that no resolver could be asked for
+            raise Differs(f"url: {error}") from error
         except httpx2.HTTPError as error:
             raise Trouble(f"the answer broke off: {error!r}", began=True) from error
         if answer.status_code == 200:
@@ -279,7 +282,8 @@ class Server:
         if answer.status_code in _BUSY or answer.status_code >= 500:
             after = answer.headers.get("Retry-After", "")
             wait = float(after) if after.isdigit() else 0.0
-            raise Trouble(why, began=answer.status_code not in _BUSY, retry_after=wait)
+            busy = answer.status_code in _BUSY
+            raise Trouble(why, began=not busy, busy=busy, retry_after=wait)
         raise Refused(why)
 
 

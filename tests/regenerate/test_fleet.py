@@ -420,7 +420,17 @@ def test_a_run_that_sigterm_stops_asks_for_the_rest_alone(run, server, monkeypat
 
 
 def test_urls_are_checked_with_the_other_fields():
-    for url in ("127.0.0.1:8000", "http://", "http://user:word@host/v1", "http://host/v1?key=1", "ftp://host/v1"):
+    for url in (
+        "127.0.0.1:8000",
+        "http://",
+        "http://user:word@host/v1",
+        "http://host/v1?key=1",
+        "ftp://host/v1",
+        "http://host:99999/v1",
+        "http://[::1/v1",
+        "http://a..x/v1",
+        "http://ü..x/v1",
+    ):
         with pytest.raises(ConfigError, match=r"regenerate\.servers\.0.*url: got .*, expected an address"):
             run_file.from_dict({"run_dir": "run", "regenerate": {"servers": [url]}})
     with pytest.raises(ConfigError, match="each server once"):
