@@ -2,7 +2,8 @@
 
 A server that fails rests, longer each time, until a probe shows that it is well and still holds the target. What it
 was asked is asked of another one. A prompt at which several attempts fail is a reject; so is one that a server refuses
-which is well. A server that holds something else leaves the fleet.
+which is well, or turns away again and again while it answers others. A server that holds something else leaves the
+fleet.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -23,7 +25,8 @@ from eagle3_jax.regenerate.dialogue import Answer, Dialogue, Known, sampling
 from eagle3_jax.regenerate.server import Differs, Refused, Said, Server, Trouble
 from eagle3_jax.runs import command, processes
 
-# Attempts at one turn that servers began: of servers that had answered others since their last rest, and of all.
+# Attempts at one turn that servers began: of servers that had answered others since their last rest, and of all. Those
+# of busy servers are counted apart, by the same numbers, and take `regenerate.patience` too.
 _ATTEMPTS, _MOST_ATTEMPTS = 4, 16
 _REST, _LONGEST_REST = 0.5, 60.0  # seconds
 _LOOK = 0.5  # seconds between two looks for signals, and for a fleet that is gone
@@ -40,6 +43,8 @@ class _Asked:
         ids: of the turn's prompt.
         failed_at: URLs of servers that failed at this turn. attempts: how often they had begun.
         blamed: those of them that are likely to be the prompt's fault, since the server was well before.
+        turned_away: how often a server whose probe was well said that it was busy. since: when it first did.
+        why: what the last server said.
     """
 
     dialogue: Dialogue
@@ -47,6 +52,14 @@ class _Asked:
     failed_at: set[str] = dataclasses.field(default_factory=set)
     attempts: int = 0
     blamed: int = 0
+    turned_away: int = 0
+    since: float = 0.0
+    why: str = ""
+
+    def failed(self, url: str) -> Answer:
+        """The answer that nobody gave."""
+        why = f"{self.attempts + self.turned_away} attempts: {self.why}"
+        return _failed(self.dialogue.prompt["id"], self.dialogue.turn, why, url)
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,6 +127,7 @@ class Fleet:
         self._on_their_way = 0
         self._changed = asyncio.Condition()
         self._last_well = time.monotonic()
+        self._last_answer = -math.inf
         self._recoveries: dict[_Member, asyncio.Task[None]] = {}
 
     @property
@@ -137,6 +151,8 @@ class Fleet:
             if (ids := dialogue.next_prompt(known, self._tokenizer, self._settings)) is not None
         )
         self._exhausted, self._last_well = False, time.monotonic()
+        if known:  # by a run before this one
+            self._last_answer = max(self._last_answer, 0.0)
         workers = {
             asyncio.create_task(self._work(member, seed, store))
             for member in self._members
@@ -152,7 +168,7 @@ class Fleet:
                     task.result()
                 command.stop_point()
                 if workers or self._again or not self._exhausted:
-                    self._check_alive()
+                    self._check_alive(store)
                 async with self._changed:  # time passes: see `_chosen`
                     self._changed.notify_all()
         finally:
@@ -161,13 +177,31 @@ class Fleet:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._recoveries.clear()
 
-    def _check_alive(self) -> None:
-        """Raises ValueError: nobody answers, and nobody is expected to."""
+    def _check_alive(self, store: Store) -> None:
+        """Gives up prompts that alone are left and were turned away by servers that had answered others.
+
+        Raises ValueError: nobody answers, and nobody is expected to.
+        """
         now = time.monotonic()
+        gone = all(member.gone for member in self._members)
         if self.well:
             self._last_well = now
-        elif all(member.gone for member in self._members) or now - self._last_well > self._settings.patience:
-            raise ValueError(f"{_named(self._members)}\nstart one of them and run it again: it goes on from here")
+        elif gone or now - self._last_well > self._settings.patience:
+            turned_away = all(asked.turned_away >= _ATTEMPTS for asked in self._again)
+            if gone or not self._exhausted or self._last_answer < 0 or not turned_away:
+                raise ValueError(f"{_named(self._members)}\nstart one of them and run it again: it goes on from here")
+            while self._again:
+                asked = self._again.popleft()
+                store(failed := asked.failed(self._members[0].server.url))
+                asked.dialogue.take(failed)
+
+    def _is_hopeless(self, asked: _Asked) -> bool:
+        """Whether enough attempts failed, or servers turned the prompt away for long while they answered others."""
+        if asked.blamed >= _ATTEMPTS or asked.attempts >= _MOST_ATTEMPTS:
+            return True
+        others = self._last_answer >= (0.0 if self._exhausted else asked.since)
+        long = time.monotonic() - asked.since > self._settings.patience
+        return asked.turned_away >= _MOST_ATTEMPTS and long and others
 
     async def _work(self, member: _Member, seed: int, store: Store) -> None:
         """One of the requests on their way to a server, again and again."""
@@ -214,19 +248,20 @@ class Fleet:
                 sampled = sampling(self._settings, seed, name, turn)
                 said = await member.server.ask(dialogue.history(), ids, dialogue.prompt.get("tools"), **sampled)
                 answer = _to_answer(name, turn, said, member.server.url)
-                member.rests = 0
+                member.rests, self._last_answer = 0, time.monotonic()
             except Trouble as trouble:
                 if member.well:
                     member.well, member.why = False, str(trouble)
                     self._rest(member, trouble.retry_after)
-                asked = dataclasses.replace(asked, ids=ids)
+                asked = dataclasses.replace(asked, ids=ids, why=str(trouble), since=asked.since or time.monotonic())
                 asked.failed_at.add(member.server.url)
                 asked.attempts += trouble.began
                 asked.blamed += trouble.began and not member.rests
-                if asked.blamed < _ATTEMPTS and asked.attempts < _MOST_ATTEMPTS:
+                asked.turned_away += trouble.busy
+                if not self._is_hopeless(asked):
                     self._again.append(asked)
                     return
-                answer = _failed(name, turn, f"{asked.attempts} attempts: {trouble}", member.server.url)
+                answer = asked.failed(member.server.url)
             except (Refused, Differs) as refusal:
                 if not await self._is_itself(member):
                     self._again.append(dataclasses.replace(asked, ids=ids))

@@ -281,7 +281,7 @@ class Server:
             raise Differs(f"{why}, expected the key in regenerate.servers.api_key_variable")
         if answer.status_code in _BUSY or answer.status_code >= 500:
             after = answer.headers.get("Retry-After", "")
-            wait = float(after) if after.isdigit() else 0.0
+            wait = float(after) if after.isdecimal() else 0.0
             busy = answer.status_code in _BUSY
             raise Trouble(why, began=not busy, busy=busy, retry_after=wait)
         raise Refused(why)

@@ -395,6 +395,44 @@ def test_a_fleet_of_which_nobody_answers_is_one_error(run, server):
         made.ask(dying, patience=0.3)
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_prompt_that_alone_is_turned_away_at_last_is_a_reject(run, server, status):
+    """The probes are well all the time, and the others were answered."""
+    made = run(*many(3), prompt("large", "large"))
+    made.ask(server(rule=lambda body: status if last(body) == "large" else None), patience=0.5)
+    made.assert_all_there()
+    assert re.match(rf"\d+ attempts: status {status}: ", made.rejects()["large"])
+    assert len(made.conversations()) == 3
+
+
+@pytest.mark.slow
+def test_a_prompt_that_is_turned_away_among_others_is_a_reject(run, server, monkeypatch):
+    """While others wait for their turn."""
+    monkeypatch.setattr(fleet, "_MOST_ATTEMPTS", 5)
+    made = run(prompt("large", "large"), *many(60))
+
+    def rule(body: dict[str, Any]) -> int | None:
+        time.sleep(0.05)
+        return 429 if last(body) == "large" else None
+
+    answering = server(rule=rule)
+    made.ask({"url": answering.url, "concurrency": 2}, patience=0.5)
+    made.assert_all_there()
+    assert made.rejects().keys() == {"large"}
+    asked = [last(body) for body in answering.asked]
+    assert asked.count("large") >= 5 and "large" not in asked[-10:]
+
+
+def test_a_server_that_turns_all_away_is_waited_for(run, server):
+    """No prompt is given up, and the next run goes on."""
+    made = run(*many(3))
+    with pytest.raises(ValueError, match=r"status 503.*\n.*run it again: it goes on from here"):
+        made.ask(server(rule=lambda _: 503), patience=0.5)
+    made.ask(server())
+    made.assert_all_there()
+    assert made.rejects() == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["local", "bucket"])
 def test_a_run_that_sigterm_stops_asks_for_the_rest_alone(run, server, monkeypatch, where):
@@ -420,19 +458,13 @@ def test_a_run_that_sigterm_stops_asks_for_the_rest_alone(run, server, monkeypat
 
 
 def test_urls_are_checked_with_the_other_fields():
-    for url in (
-        "127.0.0.1:8000",
-        "http://",
-        "http://user:word@host/v1",
-        "http://host/v1?key=1",
-        "ftp://host/v1",
-        "http://host:99999/v1",
-        "http://[::1/v1",
-        "http://a..x/v1",
-        "http://ü..x/v1",
-    ):
+    for url in ("127.0.0.1:8000", "http://", "http://user:word@host/v1", "http://host/v1?key=1", "ftp://host/v1",
+        "http://host:99999/v1", "http://[::1/v1", "http://a..x/v1", "http://\u00fc..x/v1"):  # fmt: skip
         with pytest.raises(ConfigError, match=r"regenerate\.servers\.0.*url: got .*, expected an address"):
             run_file.from_dict({"run_dir": "run", "regenerate": {"servers": [url]}})
     with pytest.raises(ConfigError, match="each server once"):
+        run_file.from_dict(
+            {"run_dir": "run", "regenerate": {"servers": ["http://[::1]:80/v1", "https://b\u00fccher.de/v1"]}}
+        )
         twice = ["http://host/v1", {"url": "http://host/v1/", "concurrency": 2}]
         run_file.from_dict({"run_dir": "run", "regenerate": {"servers": twice}})
