@@ -31,8 +31,8 @@ def run(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         The content of `report.json`: `drafts` (one entry per file of the evaluation folder, e.g. "chain", "tree", each
-        overall and per category, with its `draft` and `settings`), `vanilla` (see `assemble`), `stages` (manifests'
-        results and seconds), `hardware`, `versions`, `target`, `prompts_file`.
+        overall and per category, with its `draft`, `settings`, `hardware` and `versions`), `vanilla` (see `assemble`),
+        `stages` (manifests' results and seconds), `target`, `prompts_file`.
 
     Raises:
         ValueError: no evaluation yet, or evaluations of different targets or prompts.
@@ -69,8 +69,8 @@ def data(config: RunConfig) -> disk.Path:
 def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Puts evaluation reports (name -> report of `evaluate`) and stages together.
 
-    `vanilla` has an entry for each group of evaluations (`of`) with the same settings. Its rates are means over the
-    group, weighted by time: each evaluation measured vanilla decoding anew, beside its own draft.
+    `vanilla` has an entry for each group of evaluations (`of`) with the same settings, hardware and versions. Its rates
+    are means over the group, weighted by time: each evaluation measured vanilla decoding anew, beside its own draft.
 
     Raises:
         ValueError: the evaluations measured different targets or prompts.
@@ -105,13 +105,17 @@ def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str,
             },
         }
 
-    alike: dict[tuple[Any, ...], list[str]] = {}
+    def machine(evaluation: dict[str, Any]) -> dict[str, Any]:
+        return {key: evaluation[key] for key in ("hardware", "versions")}
+
+    alike: dict[str, list[str]] = {}
     for name, evaluation in evaluations.items():
-        alike.setdefault(tuple(settings(evaluation).values()), []).append(name)
+        alike.setdefault(json.dumps(settings(evaluation) | machine(evaluation), sort_keys=True), []).append(name)
     return {
         "vanilla": [vanilla(names) for names in alike.values()],
         "drafts": {
             name: numbers(evaluation)
+            | machine(evaluation)
             | {
                 "tree": evaluation["config"]["evaluate"]["tree"],
                 "draft": evaluation["identity"]["draft"],
@@ -123,8 +127,6 @@ def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str,
         "target": first["identity"]["target"],
         "prompts_file": first["identity"]["prompts_file"],
         "stages": stages,
-        "hardware": first["hardware"],
-        "versions": first["versions"],
     }
 
 
@@ -160,9 +162,8 @@ def table(report: dict[str, Any]) -> str:
         shares = "  ".join(_number(share, 2) for share in draft["alpha"]) or "-"
         lines += [f"accepted per draft position, of those that got there: {shares}", ""]
     lines += [*_of_each(report["drafts"], _draft), *_of_each(report["drafts"], _settings)]
-    hardware = report["hardware"]
-    where = hardware["accelerator"] or hardware["cpu"]
-    lines.append(f"{report['target']['name']} in {report['target']['dtype']} on {where}, {hardware['cores']} cores")
+    target = f"{report['target']['name']} in {report['target']['dtype']}"
+    lines += _of_each(report["drafts"], lambda draft: f"{target} on {_machine(draft)}")
     if (said := headline(report)) is not None:
         lines.append(f"{said}, with what the engine chose")
     return "\n".join(lines)
@@ -173,7 +174,7 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
-    drafts, hardware = report["drafts"], report["hardware"]
+    drafts = report["drafts"]
     colours = COLOURS | dict(zip([name for name in drafts if name not in COLOURS], OTHERS * 9, strict=False))
     style: dict[Any, Any] = {
         "font.size": 10,
@@ -200,8 +201,8 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
         title = ": ".join(filter(None, [f"{report['target']['name']} with drafts", headline(report)]))
         figure.suptitle(f"{title}\n", x=0.012, ha="left", weight="bold", fontsize=13)
         figure.text(0.012, 0.925, numbers, ha="left", va="top", fontsize=min(10.5, 26 / len(drafts)))
-        where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
-        said = "\n".join([f"{where}, {report['target']['dtype']}", *_of_each(drafts, _settings)])
+        machines = _of_each(drafts, lambda draft: f"{_machine(draft)}, {report['target']['dtype']}")
+        said = "\n".join([*machines, *_of_each(drafts, _settings)])
         figure.supxlabel(said, fontsize=8.5, color="#6E7781")
         figure.savefig(path, dpi=150, format="png")
 
@@ -311,6 +312,11 @@ def _draft(draft: dict[str, Any]) -> str:
 def _settings(draft: dict[str, Any]) -> str:
     temperature, tokens, batch = (draft["settings"][key] for key in _SETTINGS)
     return f"temperature {temperature:g}, batch {batch}, {tokens} tokens per prompt"
+
+
+def _machine(draft: dict[str, Any]) -> str:
+    hardware = draft["hardware"]
+    return f"{hardware['accelerator'] or hardware['cpu']}, {hardware['cores']} cores"
 
 
 def _number(value: float | None, digits: int, unit: str = "") -> str:

@@ -234,6 +234,25 @@ def test_evaluations_of_other_settings_have_a_vanilla_rate_of_their_own(drawn) -
     assert len({bars.patches[0].get_facecolor() for bars in rates.containers}) == 5
 
 
+@pytest.mark.parametrize(
+    "field, other", [("hardware", {"accelerator": "NVIDIA H200"}), ("versions", {"jax": "0.12.0"})]
+)
+def test_evaluations_of_other_machines_have_a_vanilla_rate_of_their_own(drawn, field, other) -> None:
+    chain, tree = evaluation("chain"), evaluation("tree")
+    tree[field] |= other
+    made = report.assemble({"chain": chain, "tree": tree}, {})
+    assert [vanilla["of"] for vanilla in made["vanilla"]] == [["chain"], ["tree"]]
+    assert made["drafts"]["tree"][field] == tree[field]
+    if field == "hardware":
+        lines = report.table(made).splitlines()
+        said = ["A CPU @ 2.60GHz, 2 cores", "NVIDIA H200, 2 cores"]
+        assert lines[-2:] == [
+            f"{name}: smollm2-135m-instruct in float32 on {x}" for name, x in zip(TREES, said, strict=True)
+        ]
+        where = [f"{name}: {x}, float32" for name, x in zip(TREES, said, strict=True)]
+        assert drawn(made).get_supxlabel().splitlines()[:2] == where
+
+
 @pytest.mark.parametrize("order", [("chain", "few"), ("few", "chain")])
 def test_an_evaluation_of_few_prompts_has_no_bar_of_other_categories(drawn, order) -> None:
     few = evaluation("tree", 80.0)
