@@ -170,6 +170,7 @@ def test_a_tree_is_accepted_exactly_when_its_candidates_suffice(steps, topk, tok
     ("content", "message"),
     [
         (b"a: [", "not valid YAML"),
+        (b"a: " + b"[" * 5000, "not valid YAML"),
         (b"- 1", "got list, expected a mapping"),
         (b"", "got NoneType"),
         ("run_dir: caf\u00e9".encode("latin-1"), "not UTF-8"),

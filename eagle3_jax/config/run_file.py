@@ -27,7 +27,7 @@ def load(path: str | disk.Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"--config {path}: not UTF-8: {error}") from error
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: got {type(values).__name__}, expected a mapping of sections")
