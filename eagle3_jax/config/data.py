@@ -21,7 +21,10 @@ class PackagedSource:
 
 @section()
 class JsonlSource:
-    """A JSONL file: OpenAI `messages`, ShareGPT `conversations`, or plain `prompt` (see data.sources)."""
+    """A JSONL file: OpenAI `messages`, ShareGPT `conversations`, or plain `prompt` (see data.sources).
+
+    Of a .txt file each line is a prompt.
+    """
 
     kind: Literal["jsonl"]
     path: str

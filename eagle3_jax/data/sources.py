@@ -103,13 +103,14 @@ def jsonl(path: str | disk.Path, category: str = "jsonl", part: lines.Part | Non
     - ShareGPT: {"conversations": [{"from": "human", "value": "..."}]}
     - plain: {"prompt": "..."}, {"question": "..."} or {"text": "..."}
 
-    Each may have "id", "category", "license", and "tools" in OpenAI's form. A .gz file is decompressed.
+    Each may have "id", "category", "license", and "tools" in OpenAI's form. Each line of a .txt file is a prompt. A .gz
+    file is decompressed.
 
     Args:
         category: category of records without one.
         part: part of the file; None is the whole.
     """
-    yield from _records(lines.read(path, part), f"jsonl:{pathlib.Path(path).name}", category)
+    yield from _records(lines.read(path, part), f"jsonl:{pathlib.Path(path).name}", category, parse=_parser(path))
 
 
 def conversations(
@@ -168,8 +169,18 @@ def self_written(
             yield _record({"messages": head + users}, "self", number, category)
 
 
+def _parser(path: str | disk.Path) -> Callable[[str], Any]:
+    """Chooses how a line of a file of prompts becomes a record."""
+    is_text = str(path).removesuffix(".gz").endswith(".txt")
+    return (lambda text: {"prompt": text}) if is_text else json.loads
+
+
 def _records(
-    numbered: Iterable[tuple[int, bytes]], source: str, category: str, take: _Take | None = None
+    numbered: Iterable[tuple[int, bytes]],
+    source: str,
+    category: str,
+    take: _Take | None = None,
+    parse: Callable[[str], Any] = json.loads,
 ) -> Iterator[Prompt | Reject]:
     for number, raw in numbered:
         if len(raw) > lines.LONGEST:
@@ -177,7 +188,7 @@ def _records(
             yield Reject(source, number, f"a line of more than {lines.LONGEST >> 20} MiB", filters.excerpt(beginning))
             continue
         try:
-            record = json.loads(raw.decode("utf-8"))
+            record = parse(raw.decode("utf-8"))
         except UnicodeDecodeError:
             yield Reject(source, number, "not valid UTF-8", filters.excerpt(raw.decode("utf-8", errors="replace")))
         except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
@@ -314,7 +325,7 @@ def _whole(text: str, field: str) -> str:
 
 
 def read_file(path: str | disk.Path) -> tuple[list[Prompt], int]:
-    """Reads the prompts of a JSONL file for a measurement. Returns them, and the number of rejected lines.
+    """Reads the prompts of a file for a measurement. Returns them, and the number of rejected lines.
 
     Rejects are reported on stderr. Forms are those of `jsonl`. A conversation gives one request: its last question
     after its answers, or the first question if answers are missing, since a request has one open question.
@@ -324,9 +335,9 @@ def read_file(path: str | disk.Path) -> tuple[list[Prompt], int]:
     """
     path = disk.path_of(path)
     if not path.is_file():
-        raise ValueError(f"--prompts {path}: not found, expected a JSONL file of prompts")
+        raise ValueError(f"--prompts {path}: not found, expected a JSONL file of prompts, or a .txt file")
     prompts, rejected = [], 0
-    for item in _records(lines.read(path), f"jsonl:{path.name}", "all", _one_request):
+    for item in _records(lines.read(path), f"jsonl:{path.name}", "all", _one_request, _parser(path)):
         if isinstance(item, Reject):
             rejected += 1
             processes.say(f"{path}, line {item.line}: left out: {item.reason}")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,19 @@ def test_rejects_hold_no_personal_data(tmp_path):
     )
     assert all(isinstance(record, sources.Reject) for record in found)
     assert not any("bob" in record.text or "8726" in record.text for record in found)
+
+
+@pytest.mark.parametrize("ending", [".txt", ".txt.gz"])
+def test_a_line_of_a_text_file_is_a_prompt(tmp_path, ending):
+    """For `prepare` and for measurements alike; JSON in it is text."""
+    path, content = tmp_path / f"mine{ending}", 'Why?\n\n{"prompt": "no"}\n  \u00dc?  \n'.encode() + b"\xff\n"
+    path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    asked = [[{"role": "user", "content": text}] for text in ("Why?", '{"prompt": "no"}', "\u00dc?")]
+    *prompts, broken = list[Any](sources.jsonl(path, "own"))
+    assert [prompt["messages"] for prompt in prompts] == asked and broken.reason == "not valid UTF-8"
+    assert (prompts[2]["id"], prompts[2]["category"]) == (f"jsonl:mine{ending}:4", "own")
+    read, rejected = sources.read_file(path)
+    assert [prompt["messages"] for prompt in read] == asked and rejected == 1
 
 
 def test_blank_lines_and_byte_order_mark(tmp_path):
