@@ -229,6 +229,24 @@ def test_the_command_line_keeps_the_verbs_own_flags_apart(example):
     assert (run.seed, flags.output) == (7, "o.json")
 
 
+@pytest.mark.parametrize("verb", ["evaluate", "benchmark decode", "benchmark tune", "benchmark serve"])
+def test_a_target_is_measured_without_a_config(verb, example, capsys):
+    """With the drafts of the package's head; a config takes the name too."""
+    words = ["--prompts", "p.jsonl", *["--output", "o.json"] * (verb == "evaluate")]
+    for named in (["--target", "org/model"], ["--target.name=org/model"]):
+        run, _ = command_line.read(verb, [*words, *named, "--mesh.model", "1"])
+        assert (run.target.name, run.run_dir, run.mesh.model) == ("org/model", ".", 1)
+        assert run.evaluate.draft == run.benchmark.draft == run.serve.draft == "auto"
+    run, _ = command_line.read(verb, [*words, "--config", str(example), "--target", "org/model"])
+    assert run.target.name == "org/model" and run.run_dir != "."
+    for refused in (lambda: command_line.read(verb, words), lambda: command_line.read("train", ["--target.name", "x"])):
+        with pytest.raises(SystemExit, match="2"):
+            refused()
+    said = capsys.readouterr().err
+    assert f"eagle3_jax.{verb}: --config, --target: got neither, expected one of them" in said
+    assert "the following arguments are required: --config" in said
+
+
 def test_the_command_line_stops_with_a_sentence(example, capsys):
     with pytest.raises(SystemExit, match="2"):
         command_line.read("train", ["--config", str(example), "--nope", "1"])

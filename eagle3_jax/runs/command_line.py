@@ -9,11 +9,14 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from eagle3_jax.config import ConfigError, RunConfig, flags, run_file
 from eagle3_jax.runs import disk
 
-_PROMPTS = "JSONL file of prompts: messages, conversations or prompt; id and category are optional"
+_PROMPTS = (
+    "JSONL file of prompts: messages, conversations or prompt; id and category are optional. Or .txt, a line each"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,14 +88,24 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Verb:
-    """Attributes: says: one sentence about it. sections: those of the config that it reads. add_flags: its own."""
+    """A verb's command line.
+
+    Attributes:
+        says: one sentence about it.
+        sections: those of the config that it reads.
+        add_flags: its own.
+        alone: whether it measures a target without a run, named by `--target` instead of `--config`.
+    """
 
     says: str
     sections: tuple[str, ...]
     add_flags: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    alone: bool = False
 
 
 _MODELS = ("target", "mesh")
+# A configuration without a run.
+_ALONE: dict[str, Any] = {"run_dir": ".", **{key: {"draft": "auto"} for key in ("evaluate", "benchmark", "serve")}}
 _VERBS = {
     "prepare": _Verb("Reads, cleans and splits the prompts.", (*_MODELS, "prepare")),
     "regenerate": _Verb("Lets the target answer the prompts itself.", (*_MODELS, "regenerate")),
@@ -109,15 +122,19 @@ _VERBS = {
         "Acceptance, losslessness, and speed against vanilla decoding of the same engine.",
         (*_MODELS, "evaluate"),
         _evaluate,
+        alone=True,
     ),
     "report": _Verb("All that a run measured: report.json, a table, and a picture.", (), _report),
-    "benchmark decode": _Verb("Times every draft size at every batch size.", (*_MODELS, "benchmark"), _decode),
+    "benchmark decode": _Verb(
+        "Times every draft size at every batch size.", (*_MODELS, "benchmark"), _decode, alone=True
+    ),
     "benchmark tune": _Verb(
         "Finds the fastest draft size at every batch size, and writes a config with it.",
         (*_MODELS, "benchmark"),
         _tune,
+        alone=True,
     ),
-    "benchmark serve": _Verb("Times servers under traffic.", (*_MODELS, "serve", "traffic"), _serve),
+    "benchmark serve": _Verb("Times servers under traffic.", (*_MODELS, "serve", "traffic"), _serve, alone=True),
 }
 
 
@@ -125,7 +142,12 @@ def parser_of(verb: str) -> Parser:
     """Builds the verb's parser; the arguments it does not know are overrides of the config."""
     known = _VERBS[verb]
     parser = Parser(verb, known.says, known.sections)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML run file, see configs/")
+    instead = "; or name a --target, for this package's head" if known.alone else ""
+    parser.add_argument(
+        "--config", required=not known.alone, metavar="FILE", help=f"YAML run file, see configs/{instead}"
+    )
+    if known.alone:
+        parser.add_argument("--target", metavar="NAME", help="target.name")
     known.add_flags(parser)
     return parser
 
@@ -133,12 +155,21 @@ def parser_of(verb: str) -> Parser:
 def read(verb: str, argv: Sequence[str] | None = None) -> tuple[RunConfig, argparse.Namespace]:
     """Parses `python -m eagle3_jax.<verb> --config FILE [--flag VALUE ...] [--section.field VALUE ...]`.
 
+    Without a run the folder of the run is the working directory, and drafts are those of the head in this package.
+
     Exits with status 2 and a clear sentence when the configuration is refused, or a bucket that it names.
     """
     arguments, rest = parser_of(verb).parse_known_args(argv)
     try:
-        config = run_file.load(arguments.config, rest)
-        disk.check_address("run_dir", config.run_dir)
+        if getattr(arguments, "target", None) is not None:
+            rest += ["--target.name", arguments.target]
+        if arguments.config is not None:
+            config = run_file.load(arguments.config, rest)
+            disk.check_address("run_dir", config.run_dir)
+        elif any(word.partition("=")[0] == "--target.name" for word in rest):
+            config = run_file.with_overrides(_ALONE, rest)
+        else:
+            raise ConfigError("--config, --target: got neither, expected one of them")
         disk.check_address("target.name", config.target.name, writable=False)
         return config, arguments
     except (ConfigError, disk.AddressError) as error:
