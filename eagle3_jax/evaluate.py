@@ -153,9 +153,10 @@ def _shares(prompts: Sequence[Mapping[str, Any]], engines: int, batch_size: int)
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Formats the report as a line for each category, and one for all."""
+    """Formats the report as a line for each category where there are several, and one for all."""
     rows: list[tuple[str, ...]] = [("", "tau", "speed-up", "vanilla", "speculative tok/s", "identical")]
-    for name, part in [*report["categories"].items(), ("all", report)]:
+    categories = report["categories"]
+    for name, part in [*(categories.items() if len(categories) > 1 else ()), ("all", report)]:
         rates = part["tokens_per_second"]
         numbers = [part["tau"], part["speedup"], rates["vanilla"], rates["speculative"]]
         same = "-" if part["identical"] is None else f"{part['identical']}/{part['prompts']}"

@@ -146,7 +146,8 @@ def table(report: dict[str, Any]) -> str:
         lines += [f"total {sum(timed.values()) / 60:.1f} minutes", ""]
     for name, draft in report["drafts"].items():
         rows = [(f"{name} ({_size(draft['tree'])})", "vanilla tok/s", f"{name} tok/s", "speed-up", "tau", "identical")]
-        for category, part in [*draft["categories"].items(), ("all", draft)]:
+        several = draft["categories"].items() if len(draft["categories"]) > 1 else ()
+        for category, part in [*several, ("all", draft)]:
             rates = part["tokens_per_second"]
             rows.append(
                 (

@@ -10,7 +10,7 @@ import tiny
 from matplotlib import colors
 from matplotlib.figure import Figure
 
-from eagle3_jax import report
+from eagle3_jax import evaluate, report
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import FOLDERS, RunConfig
 from eagle3_jax.decoding.measure.compare import Tally, total
@@ -251,6 +251,15 @@ def test_evaluations_of_other_machines_have_a_vanilla_rate_of_their_own(drawn, f
         ]
         where = [f"{name}: {x}, float32" for name, x in zip(TREES, said, strict=True)]
         assert drawn(made).get_supxlabel().splitlines()[:2] == where
+
+
+def test_one_category_is_one_row() -> None:
+    few = evaluation("tree")
+    few["categories"] = {"code": few["categories"]["code"]}
+    rows = report.table(report.assemble({"tree": few}, {})).splitlines()
+    assert [row.split()[0] for row in rows[2:4]] == ["all", "accepted"]
+    assert [row.split()[0] for row in evaluate.summary(few).splitlines()[2:]] == ["all"]
+    assert len(evaluate.summary(evaluation("tree")).splitlines()) == 2 + len(CATEGORIES) + 1
 
 
 @pytest.mark.parametrize("order", [("chain", "few"), ("few", "chain")])
