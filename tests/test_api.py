@@ -184,6 +184,13 @@ def test_decoding_imports_nothing_of_an_extra():
     assert (answer.returncode, answer.stdout.strip()) == (0, "set()"), answer.stderr
 
 
+@pytest.mark.slow
+def test_a_head_is_converted_without_the_trainer():
+    code = "import sys, eagle3_jax.export.__main__\n"
+    code += "sys.exit(any(name.startswith('eagle3_jax.training') for name in sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_the_extras_of_the_verbs_are_those_of_the_project():
     project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     distributions = importlib.metadata.packages_distributions()
@@ -200,7 +207,7 @@ def test_the_extras_of_the_verbs_are_those_of_the_project():
 
 
 VERBS = {  # a verb and its words -> the extra that it needs
-    "prepare": "prepare",
+    "prepare": "prepare",  # without what only a source `tfds` needs
     "prepare --prepare.runner beam": "beam",
     "regenerate": None,
     "extract": "train",
@@ -226,6 +233,7 @@ def test_a_verb_names_the_extra_that_it_misses(tmp_path, words):
     extra, verb = VERBS[words], words.partition(" ")[0]
     missing = [EXTRAS[name] for name in (EXTRAS if extra is None else extra.split(","))]
     names = tuple(name for group in missing for name in group)
+    needed = [name for name in names if words != "prepare" or name != "tensorflow_datasets"]
     (tmp_path / "sitecustomize.py").write_text(
         f"import importlib.util, sys\nmissing = {names}\nfind = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name in missing else find(name, *rest)\n"
@@ -247,7 +255,7 @@ def test_a_verb_names_the_extra_that_it_misses(tmp_path, words):
     if extra is None:
         assert "the extra" not in errors and errors.startswith(f"eagle3_jax.{verb}: ")
         return
-    sentence = f"got no {', '.join(names)}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'\n"
+    sentence = f"got no {', '.join(needed)}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'\n"
     assert errors == f"eagle3_jax.{verb}: {sentence}"
 
 

@@ -35,8 +35,6 @@ from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
-from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
-from eagle3_jax.training.kinds.choice import kind_of
 
 
 def run(config: RunConfig, target: Target | None = None) -> None:
@@ -51,6 +49,9 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         DraftFormatError: the form cannot represent the head, or the files read back differ.
         ValueError: an MTP layer of a target without one.
     """
+    from eagle3_jax.training.checkpoint import load_head  # needs the extra `train`, which the other uses do not
+    from eagle3_jax.training.kinds.choice import kind_of
+
     folder = config.folder("export")
     checkpoints = config.folder("train")
     trained, step, checksums, token_ids = _chosen(checkpoints)
@@ -101,7 +102,7 @@ def convert(source: str | disk.Path, form: str, folder: str | disk.Path) -> None
     """
     source, folder = disk.local(disk.path_of(source)), disk.path_of(folder)
     if folder.exists():
-        raise FileExistsError(f"{folder}: exists already, expected a new folder")
+        raise FileExistsError(f"{folder}: exists already, expected a new folder: remove it, or name another one")
     head = heads.read(source)
     identity = None
     if (source / manifest.NAME).exists():  # copied, so that the head stays bound to its target
@@ -152,6 +153,8 @@ def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int], Int
     Raises:
         ManifestError, CheckpointError: no training, or no checkpoint.
     """
+    from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints  # needs the extra `train`
+
     path = folder / manifest.NAME
     if not path.exists():
         raise manifest.ManifestError(f"{path}: not found, expected the output of `python -m eagle3_jax.train`")
@@ -194,6 +197,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     config, asked = command_line.read("export", argv)
     given = [flag for flag, value in vars(asked).items() if value]
+    if not any(flag in _INSTEAD for flag in given):
+        command.require("train")
     with command.run("export"):
         for flag in given:
             if _NEEDS.get(flag, flag) not in given:

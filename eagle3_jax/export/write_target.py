@@ -31,7 +31,7 @@ def write_target(target: Target, folder: str | disk.Path, shard_bytes: int = SHA
     """
     folder = disk.path_of(folder)
     if folder.exists():
-        raise FileExistsError(f"{folder}: exists already, expected a new folder")
+        raise FileExistsError(f"{folder}: exists already, expected a new folder: remove it, or name another one")
     if any(map(is_quantised, jax.tree.leaves(target.model, is_leaf=is_quantised))):
         raise ValueError("target.weights: got quantised matrices, expected None: a target is written as it was read")
     if jax.process_count() > 1:

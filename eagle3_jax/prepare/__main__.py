@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax.config import ConversationsSource, JsonlSource, PrepareConfig, RunConfig, SelfSource, run_file
+from eagle3_jax.config import (
+    ConversationsSource,
+    JsonlSource,
+    PrepareConfig,
+    RunConfig,
+    SelfSource,
+    TfdsSource,
+    run_file,
+)
 from eagle3_jax.prepare import reading, self_prompting
 from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK
 from eagle3_jax.prepare.self_prompting import Written
@@ -23,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, _ = command_line.read("prepare", argv)
     section = config.prepare
     extras = {"beam": section.runner == "beam", "report": section.personal_data_engine == "cloud_dlp"}
-    command.require("prepare", *(extra for extra, needed in extras.items() if needed))
+    unused = [] if any(isinstance(source, TfdsSource) for source in section.sources) else ["tensorflow_datasets"]
+    command.require("prepare", *(extra for extra, needed in extras.items() if needed), unused=unused)
     with command.run("prepare"):
         prepare(config)
 

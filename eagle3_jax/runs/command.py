@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 from eagle3_jax.runs import processes, watchdog
@@ -124,12 +124,18 @@ EXTRAS = {
 }
 
 
-def require(*extras: str) -> None:
+def require(*extras: str, unused: Collection[str] = ()) -> None:
     """Checks that the extras are installed; else ends a verb with one sentence, raises ImportError in other programs.
 
     A verb's `--help` needs no extra: `require` prints it and exits.
+
+    Args:
+        unused: modules of the extras that this run does not import.
     """
-    missing = {extra: [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None] for extra in extras}
+    missing = {
+        extra: [name for name in EXTRAS[extra] if name not in unused and importlib.util.find_spec(name) is None]
+        for extra in extras
+    }
     modules = ", ".join(name for names in missing.values() for name in names)
     if not modules:
         return

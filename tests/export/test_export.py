@@ -248,7 +248,9 @@ def test_a_conversion_that_cannot_be_is_one_sentence_and_leaves_nothing(
         with pytest.raises(SystemExit):
             export.main(["--from", source, "--to", *to])
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"eagle3_jax.export: .*: exists already, expected a new folder"):
+    with pytest.raises(
+        SystemExit, match=r"eagle3_jax.export: .*: exists already, expected a new folder: remove it, or"
+    ):
         export.main(["--from", source, "--to", "vllm", source])
     with pytest.raises(SystemExit, match=r"eagle3_jax.export: .*nothing.*: expected model.safetensors"):
         export.main(["--from", str(tmp_path / "nothing"), "--to", "vllm", str(tmp_path / "new")])

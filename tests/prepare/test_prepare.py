@@ -1,6 +1,7 @@
 """The verb prepare: counts, files, resumption, and no personal data in anything it writes."""
 
 import gzip
+import importlib.util
 import json
 import pathlib
 import unicodedata
@@ -193,6 +194,21 @@ def test_command_line(tmp_path):
     assert len((tmp_path / "run/prompts/held_out.jsonl").read_text().splitlines()) > 3
     with pytest.raises(SystemExit, match="was made from something else"):
         prepare.main(["--config", str(file), "--prepare.held_out", "0.25"])
+
+
+def test_only_a_source_of_tfds_needs_its_package(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorflow_datasets" else find(name))
+    file, asked = tmp_path / "run.yaml", []
+    monkeypatch.setattr(prepare, "prepare", asked.append)
+    for source in ({"kind": "packaged"}, {"kind": "tfds", "name": "x", "field": "y"}):
+        file.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "prepare": {"sources": [source]}}))
+        if source["kind"] == "packaged":
+            prepare.main(["--config", str(file)])
+        else:
+            with pytest.raises((ImportError, SystemExit), match="got no tensorflow_datasets, expected the extra `prep"):
+                prepare.main(["--config", str(file)])
+    assert len(asked) == 1
 
 
 class FakeEngine(Engine):
