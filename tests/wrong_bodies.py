@@ -89,6 +89,7 @@ OF_COMPLETION = {
     "prompt": (
         *(None, 1, True, {}, [], "", [""], [[]], ["a", 1], [1, "a"], [[1], "a", 5], [1.5], [True], [None], [[[1]]]),
         *([-1], [448], [10**30], [[5, -1]], ["a", ""], "apple " * 300, [5] * 256),
+        *([wrong] + [5] * 150 for wrong in (-1, 448, 2**32, 10**30)),  # more than a page
     ),
     "add_special_tokens": FLAGS,
     "chat_template_kwargs": ({"a": 1},),

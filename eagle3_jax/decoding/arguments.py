@@ -76,8 +76,7 @@ def check_request(
     """
     if not 1 <= len(ids) < max_length:
         raise ValueError(f"{name}: got {len(ids)} tokens, expected 1 to {max_length - 1} (max_length - 1)")
-    if not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(f"{name}: got token ids {min(ids)} to {max(ids)}, expected 0 to {vocab_size - 1}")
+    check_ids(name, ids, vocab_size)
     for field, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         if beyond := [token for token in tokens if token >= vocab_size]:
             raise ValueError(f"{field}: got token id {beyond[0]}, expected 0 to {vocab_size - 1}")
@@ -86,6 +85,16 @@ def check_request(
             f"stop_token_ids: got {len(params.stop_token_ids)}, expected {MAX_STOP_IDS} at most, "
             f"the model's own {len(end_ids)} included"
         )
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Checks token ids. Raises ValueError: some that the target does not have.
+
+    Args:
+        name: their name in errors.
+    """
+    if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"{name}: got token ids {min(ids)} to {max(ids)}, expected 0 to {vocab_size - 1}")
 
 
 def stored_dtype(kv_dtype: Any) -> Any:

@@ -214,7 +214,11 @@ class EngineCore:
 
         Args:
             prompt: token ids of one more prompt, of which those count that no page of the caches holds.
+
+        Raises:
+            ValueError: token ids that the target does not have.
         """
+        arguments.check_ids("prompt", prompt, self.target.config.vocab_size)
         return self._scheduler.left(prompt)
 
     def finish(self) -> None:

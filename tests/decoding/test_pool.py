@@ -79,6 +79,16 @@ def test_a_drained_replica_gets_nothing_until_it_is_back():
     assert (first.taken, second.taken) == ([[2]], [[1]])
 
 
+@pytest.mark.parametrize("wrong", [-1, 24, 2**32, 2**40])
+def test_tokens_that_the_target_does_not_have_are_refused_in_whole_pages_too(toy, wrong):
+    """The pool looks for a prompt's prefix in the pages before an engine takes the prompt."""
+    pool = EnginePool([Engine(toy.target, Tokenizer(), max_length=128, page_size=16) for _ in range(2)])
+    for ids in ([wrong] + [5] * 40, [5] * 40 + [wrong], [wrong]):
+        with pytest.raises(ValueError, match=rf"prompt: got token ids .*{wrong}.*, expected 0 to 23"):
+            pool.submit(ids)
+    assert pool.engines[0].left() == 0
+
+
 @pytest.mark.slow
 def test_an_engine_counts_the_tokens_that_it_has_to_read_and_write(toy):
     engine = Engine(toy.target, Tokenizer(), batch_size=1, max_length=128, page_size=16)
