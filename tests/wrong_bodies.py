@@ -90,6 +90,7 @@ OF_COMPLETION = {
         *(None, 1, True, {}, [], "", [""], [[]], ["a", 1], [1, "a"], [[1], "a", 5], [1.5], [True], [None], [[[1]]]),
         *([-1], [448], [10**30], [[5, -1]], ["a", ""], "apple " * 300, [5] * 256),
         *([wrong] + [5] * 150 for wrong in (-1, 448, 2**32, 10**30)),  # more than a page
+        ["a"] * 65,  # more than may wait
     ),
     "add_special_tokens": FLAGS,
     "chat_template_kwargs": ({"a": 1},),

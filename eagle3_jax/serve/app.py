@@ -134,9 +134,8 @@ class _Server:
         self._check_model(body.model)
         params = body.params(self.pool.max_length)
         if (count := body.answers * len(body.prompts)) > settings.queue_limit:
-            raise ApiError(
-                400, f"n: got {count} answers, expected at most {settings.queue_limit} (serve.queue_limit)", param="n"
-            )
+            got = f"n: got {count} answers" if body.answers > 1 else f"prompt: got {count} prompts"
+            raise protocol.refusal(ValueError(f"{got}, expected at most {settings.queue_limit} (serve.queue_limit)"))
         submitting = self._encoder.submit(self._submit, body, params, arrived + settings.request_timeout)
         try:
             requests = await submitted(self.pool, submitting)

@@ -24,6 +24,7 @@ def test_every_wrong_field_is_named(served):
         try:
             error = refused(answer)
             assert error["param"].split(".")[0].split("[")[0] == field and error["message"].startswith(field)
+            assert error["code"] == "invalid_value"
             assert len(error["message"]) < 500
         except AssertionError as found:
             wrong.append(f"{path} {field}: {str(value)[:60]!r}: {found}")
