@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.config import FewBits
-from eagle3_jax.decoding.params import MAX_STOP_IDS, SamplingParams
+from eagle3_jax.decoding.params import MAX_STOP_IDS, SamplingParams, is_number
 
 KVDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
@@ -19,6 +19,13 @@ def check_whole_numbers(**given: Any) -> None:
     for field, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
             raise ValueError(f"{field}: got {value!r} ({type(value).__name__}), expected a whole number")
+
+
+def check_truths(**given: Any) -> None:
+    """Checks values by name. Raises ValueError: neither True nor False."""
+    for field, value in given.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{field}: got {value!r}, expected True or False")
 
 
 def check_sizes(
@@ -43,6 +50,8 @@ def check_sizes(
         raise ValueError(f"max_length: got {max_length}, expected 2 to the target's {longest}")
     if not 16 <= page_size <= 256 or page_size % 16:
         raise ValueError(f"page_size: got {page_size}, expected a multiple of 16 from 16 to 256")
+    if memory_fraction is not None and not (is_number(memory_fraction) and 0 < memory_fraction < 1):
+        raise ValueError(f"memory_fraction: got {memory_fraction!r}, expected a number between 0 and 1, or None")
     if kv_tokens is not None and memory_fraction is not None:
         raise ValueError(f"kv_tokens, memory_fraction: got {kv_tokens} and {memory_fraction}, expected one of them")
     if queue_limit is not None and queue_limit < 1:
@@ -113,13 +122,20 @@ def stored_dtype(kv_dtype: Any) -> Any:
     return dtype
 
 
-def check_submitted(params: Any, timeout: float | None) -> None:
-    """Checks a submission. Raises ValueError: not `SamplingParams` of one answer, or a timeout that is not positive."""
+def check_submitted(
+    params: Any, *, timeout: Any = None, sample: Any = 0, drafts: Any = True, adapt: Any = True
+) -> None:
+    """Checks a submission but for its prompt: what fails in the scheduler's turn ends the requests of others too.
+
+    Raises ValueError: not `SamplingParams` of one answer, a timeout that is not positive, or a value of another type.
+    """
     check_params(params)
     if params.n != 1:
         raise ValueError(f"n: got {params.n}, expected 1: submit each answer, with its `sample`")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout: got {timeout}, expected more than 0 seconds, or None")
+    if timeout is not None and not (is_number(timeout) and timeout > 0):
+        raise ValueError(f"timeout: got {timeout!r}, expected more than 0 seconds, or None")
+    check_whole_numbers(sample=sample)
+    check_truths(drafts=drafts, adapt=adapt)
 
 
 def check_params(params: Any, field: str = "params") -> None:

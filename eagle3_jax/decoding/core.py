@@ -99,6 +99,7 @@ class EngineCore:
         """
         stored = arguments.stored_dtype(kv_dtype)
         longest = target.config.max_position_embeddings
+        arguments.check_truths(prefix_cache=prefix_cache, sample_drafts=sample_drafts)
         arguments.check_sizes(batch_size, max_length, page_size, kv_tokens, memory_fraction, queue_limit, longest)
         arguments.check_draft_weights(draft_weights, drafts=isinstance(draft, Draft))
         self.tiers = choice_for(target.config, draft, tree, simulated_acceptance, sample_drafts=sample_drafts)
@@ -112,6 +113,8 @@ class EngineCore:
             )
         every = self.tiers.tiers
         learner = None
+        if not (adapt is None or isinstance(adapt, AdaptConfig)):
+            raise ValueError(f"adapt: got {adapt!r}, expected AdaptConfig, or None")
         if adapt is not None:
             learner, target, draft = _learner(adapt, target, draft, simulated_acceptance, identity)
         learned = 0 if adapt is None else adapt.row_length
@@ -170,7 +173,7 @@ class EngineCore:
             QueueFullError: `queue_limit` requests wait already.
             RuntimeError: the engine simulates acceptance, or its mesh spans several processes.
         """
-        arguments.check_submitted(params, timeout)
+        arguments.check_submitted(params, timeout=timeout, sample=sample, drafts=drafts, adapt=adapt)
         if self.tiers.simulated is not None:
             raise RuntimeError("submit: got an engine with simulated_acceptance, which is for benchmarks alone")
         if self._runner.lockstep:

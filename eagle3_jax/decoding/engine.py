@@ -128,7 +128,7 @@ class Engine(EngineCore):
             if (item := following.popleft() if following else next(asked, None)) is None:
                 return None
             name, prompt, params = item
-            arguments.check_submitted(params, None)
+            arguments.check_submitted(params)
             return name, self._request("prompt", prompt, params, 0)
 
         def report(name: Name, output: Output) -> None:
@@ -235,6 +235,8 @@ class Engine(EngineCore):
             ValueError: a head of another shape or dtype, an engine without one, or one with `adapt`.
             RuntimeError: requests run.
         """
+        if not isinstance(draft, Draft):
+            raise ValueError(f"draft: got {draft!r}, expected a loaded head, see `load_draft`")
         before = None if self.draft is None else (self.draft.head.config, self.draft.head.dtype)
         if (got := (draft.head.config, draft.head.dtype)) != before:
             raise ValueError(f"draft: got a head of {got}, expected one of {before}")

@@ -71,27 +71,37 @@ class SamplingParams:
             if isinstance(value := getattr(self, field.name), np.generic):
                 object.__setattr__(self, field.name, value.item())
         checks: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], bool], str], ...] = (
-            ("temperature", _is_number, lambda x: 0 <= x <= _LARGEST, "0 (greedy) or more, finite"),
-            ("top_p", _is_number, lambda x: _SMALLEST <= x <= 1, "in (0, 1]"),
-            ("top_k", _is_int, lambda x: 0 <= x < 2**31, "0 (off) or more, below 2**31"),
-            ("min_p", _is_number, lambda x: 0 <= x <= 1, "in [0, 1]"),
-            ("max_tokens", _is_int, lambda x: x >= 1, "at least 1"),
-            ("min_tokens", _is_int, lambda x: 0 <= x <= self.max_tokens, "0 to max_tokens"),
-            ("seed", _is_int, lambda x: -(2**63) <= x < 2**63, "-2**63 to 2**63 - 1"),
-            ("n", _is_int, lambda x: x >= 1, "at least 1"),
+            ("temperature", is_number, lambda x: 0 <= x <= _LARGEST, "a finite number, 0 (greedy) or more"),
+            ("top_p", is_number, lambda x: _SMALLEST <= x <= 1, "a number in (0, 1]"),
+            ("top_k", _is_int, lambda x: 0 <= x < 2**31, "an integer, 0 (off) or more, below 2**31"),
+            ("min_p", is_number, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+            ("max_tokens", _is_int, lambda x: x >= 1, "an integer, at least 1"),
+            ("min_tokens", _is_int, lambda x: 0 <= x <= self.max_tokens, "an integer from 0 to max_tokens"),
+            ("seed", _is_int, lambda x: -(2**63) <= x < 2**63, "an integer from -2**63 to 2**63 - 1"),
+            ("n", _is_int, lambda x: x >= 1, "an integer, at least 1"),
             ("ignore_eos", lambda x: isinstance(x, bool), lambda _: True, "True or False"),
             ("stop", lambda x: _all(x, lambda s: isinstance(s, str)), lambda x: all(x), "strings that are not empty"),
             ("stop_token_ids", lambda x: _all(x, _is_int), lambda x: all(i >= 0 for i in x), "token ids"),
-            ("repetition_penalty", _is_number, lambda x: _SMALLEST <= x <= _LARGEST, "above 0 (1 is off), finite"),
-            ("presence_penalty", _is_number, _is_finite, "a finite number"),
-            ("frequency_penalty", _is_number, _is_finite, "a finite number"),
+            (
+                "repetition_penalty",
+                is_number,
+                lambda x: _SMALLEST <= x <= _LARGEST,
+                "a finite number above 0 (1 is off)",
+            ),
+            ("presence_penalty", is_number, _is_finite, "a finite number"),
+            ("frequency_penalty", is_number, _is_finite, "a finite number"),
             (
                 "logit_bias",
                 _is_bias,
                 lambda x: len(x) <= MAX_BIASED,
                 f"finite numbers by token id, {MAX_BIASED} at most",
             ),
-            ("logprobs", lambda x: x is None or _is_int(x), lambda x: 0 <= (x or 0) <= MAX_LOGPROBS, "None or 0 to 20"),
+            (
+                "logprobs",
+                lambda x: x is None or _is_int(x),
+                lambda x: 0 <= (x or 0) <= MAX_LOGPROBS,
+                "None or an integer from 0 to 20",
+            ),
         )
         for field, is_type, holds, expected in checks:
             value = getattr(self, field)
@@ -120,12 +130,13 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Tells whether a value is a real number of Python or numpy."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _is_finite(value: float | np.number) -> bool:
-    return abs(float(value)) <= _LARGEST
+    return abs(value if isinstance(value, int) else float(value)) <= _LARGEST
 
 
 def _is_int(value: Any) -> bool:
@@ -138,5 +149,5 @@ def _all(values: Any, holds: Callable[[Any], bool]) -> bool:
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        _is_int(token) and token >= 0 and _is_number(bias) and _is_finite(bias) for token, bias in value.items()
+        _is_int(token) and token >= 0 and is_number(bias) and _is_finite(bias) for token, bias in value.items()
     )

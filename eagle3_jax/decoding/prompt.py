@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def encode(
     if isinstance(prompt, str):
         _check_text(prompt, name)
         prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, dict | bytes) or not hasattr(prompt, "__len__"):
+    if isinstance(prompt, Mapping | bytes) or not hasattr(prompt, "__len__") or getattr(prompt, "shape", None) == ():
         raise ValueError(f"{name}: got {type(prompt).__name__}, expected a string, messages or token ids")
     if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # ten times as fast for a long prompt
         return list(prompt)
@@ -58,6 +59,9 @@ def encode(
         if message["role"] not in _ROLES:
             raise ValueError(f"{name}[{index}].role: got {message['role']!r}, expected one of {', '.join(_ROLES)}")
         _check_text(message["content"], f"{name}[{index}].content")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+            raise ValueError(f"{name}[{index}].tool_calls: got {calls!r}, expected a list of calls")
     try:
         return chat_template.prompt_ids(tokenizer, prompt, tools, variables)
     except ValueError as error:
@@ -74,6 +78,9 @@ def _check_text(text: str, name: str) -> None:
 
 
 def _token_id(item: Any, name: str, index: int) -> int:
-    if isinstance(item, bool) or not hasattr(item, "__index__"):  # numpy's integers have it, floats and strings do not
-        raise ValueError(f"{name}[{index}]: got {item!r}, expected a token id or a message")
-    return item.__index__()
+    try:
+        if not isinstance(item, bool):
+            return operator.index(item)  # takes numpy's integers, no floats, no strings, no rows of an array
+    except TypeError:
+        pass
+    raise ValueError(f"{name}[{index}]: got {item!r}, expected a token id or a message")

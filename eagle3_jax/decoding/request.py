@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -162,7 +163,7 @@ class Request:
         self.ids, self.params, self.limit, self.sample, self.drafts = ids, params, limit, sample, drafts
         self.adapt = adapt
         self._submitted = time.monotonic()
-        self.deadline = None if timeout is None else self._submitted + timeout
+        self.deadline = None if timeout is None else self._submitted + min(timeout, threading.TIMEOUT_MAX)
         self.output: Output | None = None
         self.failure: Exception | None = None  # a failure of the device, or around it, that ended the request
         # The scheduler's notes.

@@ -72,11 +72,18 @@ def test_numbers_of_numpy_are_numbers(field, value, held):
     assert (got, type(got)) == (held, type(held))
 
 
-def test_the_type_of_what_is_no_number_is_said():
-    params = SamplingParams()
-    object.__setattr__(params, "temperature", "0.7")
-    with pytest.raises(ValueError, match=r"temperature: got '0\.7' \(str\), expected 0 \(greedy\) or more"):
-        params.__post_init__()
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("temperature", "0.7", r"\(str\), expected a finite number, 0 \(greedy\) or more"),
+        ("max_tokens", "3", r"\(str\), expected an integer, at least 1"),
+        ("min_tokens", 1.0, r"\(float\), expected an integer from 0 to max_tokens"),
+        ("top_p", None, r"\(NoneType\), expected a number in \(0, 1\]"),
+    ],
+)
+def test_the_type_of_what_is_no_number_is_said(field, value, expected):
+    with pytest.raises(ValueError, match=f"{field}: got {value!r} {expected}"):
+        SamplingParams(**{field: value})
 
 
 def test_a_seed_of_64_bits_is_one_of_32():

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.policy import Acceptance, Promise, TierPolicy
+from eagle3_jax.decoding.params import is_number
 from eagle3_jax.decoding.rounds.tree import scratch_tokens
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.head import Draft
@@ -279,8 +280,8 @@ def choice_for(
         raise ValueError(f"draft: got {draft!r}, expected a loaded head or 'lookup'; `Engine.load` takes folders")
     if draft is None and (trees or simulated is not None):
         raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
-    if simulated is not None and not 0 <= simulated <= 1:
-        raise ValueError(f"simulated_acceptance: got {simulated}, expected 0 to 1, or None")
+    if simulated is not None and not (is_number(simulated) and 0 <= simulated <= 1):
+        raise ValueError(f"simulated_acceptance: got {simulated!r}, expected 0 to 1, or None")
     if draft is None:
         return TierChoice([VANILLA], VANILLA)
     if isinstance(draft, str):

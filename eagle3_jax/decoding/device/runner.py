@@ -370,8 +370,6 @@ def tokens_that_fit(
     Raises:
         ValueError: the device does not tell its memory, as CPUs do not.
     """
-    if not 0 < memory_fraction < 1:
-        raise ValueError(f"memory_fraction: got {memory_fraction}, expected between 0 and 1")
     mesh = mesh_of(target.embed[...])
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     memory = device.memory_stats() or {}
