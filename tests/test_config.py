@@ -12,7 +12,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.config import ConfigError, DraftTree, JsonlSource, TargetConfig, TrainConfig, run_file
+from eagle3_jax.config import ConfigError, DraftTree, JsonlSource, RunConfig, TargetConfig, TrainConfig, flags, run_file
 from eagle3_jax.runs import command_line
 
 
@@ -121,6 +121,19 @@ def test_the_dumped_form_reads_back_equal(example):
 def test_wrong_values_are_refused_by_field(values, message):
     with pytest.raises(ConfigError, match=message):
         run_file.from_dict(values)
+
+
+def test_every_field_is_refused_in_one_line_by_its_own_name():
+    """A union of types has one line too, not one for each member under pydantic's name for it."""
+    for field in flags.fields(RunConfig):
+        values: Any = functools.reduce(lambda inner, name: {name: inner}, reversed(field.place.split(".")), object())
+        with pytest.raises(ConfigError) as found:
+            run_file.from_dict({"run_dir": "x"} | values)
+        _, *lines = str(found.value).split("\n  ")
+        assert [line.partition(":")[0] for line in lines] == [field.place]
+    with pytest.raises(ConfigError) as found:
+        TargetConfig(weights="int3")  # pyrefly: ignore[bad-argument-type]
+    assert str(found.value) == "target.weights: got 'int3', expected 'int8', 'fp8', 'int4' or 'stored'"
 
 
 @pytest.mark.parametrize("section", ["evaluate", "benchmark", "serve"])

@@ -10,7 +10,7 @@ from eagle3_jax.config.checks import Count, Positive, require, section
 
 Dtype = Literal["float32", "bfloat16"]
 FewBits = Literal["int8", "fp8", "int4"]
-Weights = FewBits | Literal["stored"]
+Weights = Literal["int8", "fp8", "int4", "stored"]
 
 
 @section()
