@@ -67,7 +67,7 @@ def grow(
     """
     k, batch = tree.topk, root.shape[0]
     groups = 1 + (tree.num_steps - 1) * k
-    coins = None if sampling is None else sampling.uniform(lengths, DRAFTS, groups, k, 2)
+    coins = None if sampling is None else _coins(sampling, lengths, (groups, k, 2), greedy=greedy)
     drawn: list[Array] = []
     levels: Recurrent | Block
     if isinstance(draft.head, DFlash):
@@ -240,6 +240,17 @@ class Block:
         shape = tokens.shape
         states, logits = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (states, logits))
         return self._head.adjusted(logits, states, tokens)
+
+
+def _coins(
+    sampling: Sampling, lengths: Int[Array, " b"], shape: tuple[int, ...], *, greedy: bool | Bool[Array, ""]
+) -> Float[Array, "b *shape"]:
+    """Makes a round's coins of drafts, at once for all levels; where an array says greedy, zeros."""
+
+    def made() -> Array:
+        return sampling.uniform(lengths, DRAFTS, *shape)
+
+    return made() if greedy is False else jax.lax.cond(greedy, lambda: _unread(made), made)
 
 
 def _unread(made: Callable[[], Any]) -> Any:

@@ -107,7 +107,14 @@ def _first_token(
     sampling = requests.sampling
     if sampling.rules is not None and token_counts is not None:
         logits = sampling.rules.apply(logits, token_counts, requests.stop_ids, lengths)
-    # Random numbers are keyed by length; the prompt's full length belongs to the first round.
-    probs = probabilities(logits, sampling)
-    root = draw(sampling.uniform(lengths - 1, BONUS, 2), probs)
-    return root, jnp.log(jnp.take_along_axis(probs, root[:, None], axis=1)[:, 0]), failed
+
+    def drawn() -> tuple[Array, Array]:
+        # Random numbers are keyed by length; the prompt's full length belongs to the first round.
+        probs = probabilities(logits, sampling)
+        root = draw(sampling.uniform(lengths - 1, BONUS, 2), probs)
+        return root, jnp.log(jnp.take_along_axis(probs, root[:, None], axis=1)[:, 0])
+
+    def best() -> tuple[Array, Array]:
+        return argmax(logits), jnp.zeros(predicted.shape)
+
+    return *jax.lax.cond((sampling.temperature > 0).any(), drawn, best), failed

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import product_and_sum_fusions
+from jax.extend.core import jaxprs_in_params
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.generate import generate, prefill
@@ -450,6 +451,33 @@ def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
     text = program.lower(*leaves).compile().as_text() or ""
     assert "__ynn_fusion" in text
     assert product_and_sum_fusions(text) == []
+
+
+def random_numbers(jaxpr, choose) -> int:
+    """Counts the equations that make random numbers; `choose` takes the count of one of a conditional's branches."""
+    total = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        parts = [random_numbers(part, choose) for part in jaxprs_in_params(equation.params)]
+        total += name.startswith("random_") and "wrap" not in name
+        total += choose(parts) if name == "cond" else sum(parts)
+    return total
+
+
+@pytest.mark.parametrize("name", ["chain3", "tree3x3"])
+def test_greedy_requests_cost_no_random_numbers(toy, name):
+    """One program serves both kinds: the first token of greedy requests and their rounds take branches without them."""
+    tree, requests = TREES[name], (Sampling.greedy(4), jnp.full(4, MAX_TOKENS, jnp.int32), jnp.full((4, 1), -1))
+
+    def both(greedy):
+        sizes: dict[str, Any] = {"cache_length": 128, "max_output": MAX_TOKENS, "tree": tree}
+        state = prefill(
+            toy.target, toy.good, jnp.asarray(PROMPTS), jnp.asarray(LENGTHS), *requests, greedy=False, **sizes
+        )
+        return advance(toy.target, toy.good, state, tree=tree, greedy=greedy).root
+
+    jaxpr = jax.make_jaxpr(both)(jnp.bool_(True)).jaxpr
+    assert random_numbers(jaxpr, min) == 0 < random_numbers(jaxpr, max)
 
 
 def test_a_policy_update_between_two_calls_compiles_nothing(toy):
