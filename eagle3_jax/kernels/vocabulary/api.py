@@ -70,11 +70,12 @@ def vocabulary_top_k(
     size = rows.columns if isinstance(rows, Panels) else rows.shape[0]
     if not 1 <= k <= size:
         raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {size}")
-    if isinstance(rows, Panels | Padded | Quantised) or choose(implementation, pallas=k <= LONGEST) == "xla":
+    dense = rows.matrix if isinstance(rows, Padded) else rows  # the kernel pads its queries itself
+    if isinstance(dense, Panels | Quantised) or choose(implementation, pallas=k <= LONGEST) == "xla":
         return top_k_of_logits(vocabulary_logits(x, rows), k)
     from eagle3_jax.kernels.vocabulary import tpu
 
-    best, tokens = tpu.top_k(x.reshape(-1, x.shape[-1]), rows, k, interpret=interpret)
+    best, tokens = tpu.top_k(x.reshape(-1, x.shape[-1]), dense, k, interpret=interpret)
     return best.reshape(*x.shape[:-1], k), tokens.reshape(*x.shape[:-1], k)
 
 

@@ -1,15 +1,38 @@
 """Products of few rows, padded to the number of rows that costs least."""
 
 import functools
+import types
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.linear.layouts import Padded
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
+
+
+@pytest.mark.parametrize(("platform", "measured"), [("cpu", ()), ("tpu", few_rows.COUNTS), ("gpu", few_rows.COUNTS)])
+def test_every_device_but_a_cpu_measures(monkeypatch, platform, measured):
+    monkeypatch.setattr(few_rows, "device", lambda: types.SimpleNamespace(platform=platform))
+    assert few_rows.counts() == measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("product", [linear, vocabulary_logits])
+def test_a_timed_product_reads_its_whole_matrix_on_a_tpu(product):
+    """Else XLA would compute only the column that the next product depends on, in 8 rows but not in one."""
+    pytest.importorskip("libtpu")
+    place = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc("v6e:1x1", "tpu").devices[0])
+    matrix, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in ((2048, 2048), (2048,)))
+    for rows in (1, 8):
+        times: Any = few_rows.multiply
+        cost = times.lower([matrix] * 2, x, rows=rows, product=product).compile().cost_analysis()
+        assert cost["bytes accessed"] > 2 * 2 * 2048**2
 
 
 @pytest.mark.parametrize(
@@ -49,3 +72,14 @@ def test_its_results_are_the_matrix_s_own():
     rows = Padded(matrix.T, (4, 8))
     near(vocabulary_logits(x, rows), vocabulary_logits(x, matrix.T))
     near(vocabulary_top_k(x, rows, 2)[0], vocabulary_top_k(x, matrix.T, 2)[0])
+
+
+def test_the_tpu_s_top_k_takes_the_matrix_itself(monkeypatch):
+    """The kernel pads its queries to the registers' rows; XLA's operations would write all logits."""
+    from eagle3_jax.kernels.vocabulary import tpu
+
+    taken, rows = [], jnp.zeros((24, 16))
+    found = jnp.zeros((3, 2)), jnp.zeros((3, 2), jnp.int32)
+    monkeypatch.setattr(tpu, "top_k", lambda x, rows, k, **_: taken.append(rows) or found)
+    vocabulary_top_k(jnp.zeros((3, 16)), Padded(rows, (4, 8)), 2, implementation="pallas")
+    assert taken[0] is rows
