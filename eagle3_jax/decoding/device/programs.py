@@ -2,7 +2,7 @@
 
 Prefill reads a stretch of a few prompts (one program for each of a few shapes). Decode runs rounds of the current
 requests (one program for each of a few widths and each way to draft). The state is donated, so caches are written in
-place. A dispatch returns what the host needs as one array of int32.
+place. A dispatch takes what the host says as one array of int32 (`Packed`), and returns what the host needs as another.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device.catch_up import ROOM, feed_unread
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.packed import Packed
 from eagle3_jax.decoding.device.report import Report
 from eagle3_jax.decoding.device.shapes import ROUNDS
 from eagle3_jax.decoding.rounds.read import read
@@ -41,7 +43,21 @@ from eagle3_jax.models.cache import PageTable
 _POOLS = ("cache", "draft_cache")
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+def _program(*static: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compiles a function that donates its state. The arguments behind the state may come as one `Packed`."""
+
+    def of(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def program(*arguments: Any, **options: Any) -> Any:
+            *own, last = arguments
+            return function(*own, *(last.arguments() if isinstance(last, Packed) else (last,)), **options)
+
+        return jax.jit(program, static_argnames=static, donate_argnames="state")
+
+    return of
+
+
+@_program()
 def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Array, "r report"]]:
     """Reads a stretch of some prompts; prompts that end with it join the batch.
 
@@ -119,7 +135,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     return constrain(state, STATE_SHARDING_RULES), constrain(report, ())
 
 
-@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
+@_program("tier")
 def decode(
     models: Models,
     state: State,
@@ -210,7 +226,7 @@ def _rows(state: State) -> dict[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name not in _POOLS}
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@_program()
 def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], slots: Int[Array, " r"] | None) -> State:
     """Wakes a head that rested, for some requests: see `feed_unread`; arguments as in `decode`."""
     target, draft = models.modules()
@@ -242,7 +258,7 @@ def beyond(page_table: Int[Array, "b pages"], page_size: int) -> Int[Array, "b m
     return jnp.pad(page_table, ((0, 0), (0, more)), constant_values=TRASH)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@_program()
 def rehearse(state: State, length: Int[Array, ""]) -> State:
     """Makes all slots busy with sequences of `length` tokens, to measure rounds. Ends all requests."""
     assert state.page_table is not None
@@ -270,7 +286,7 @@ def rehearse(state: State, length: Int[Array, ""]) -> State:
     return constrain(state, STATE_SHARDING_RULES)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@_program()
 def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) -> State:
     """Notes the tokens of a prompt, padded with -1, before its last stretch is read: for penalties and for lookup."""
     counts, history = state.token_counts, state.history

@@ -19,6 +19,7 @@ from eagle3_jax.decoding.device import programs, shapes
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.observed import Observed
+from eagle3_jax.decoding.device.packed import Packed
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile, timing
 from eagle3_jax.decoding.measure.profile import Round
@@ -172,8 +173,8 @@ class ModelRunner:
 
     def prefill_call(self, chunk: Chunk) -> Call:
         """Returns the call; so do the methods of other programs, whose defaults stand for no request."""
-        chunk = jax.tree.map(self._put, chunk)
-        return Call("prefill", chunk.tokens.shape, lambda state: (self._models, state, chunk))
+        said = self._put(chunk)
+        return Call("prefill", chunk.tokens.shape, lambda state: (self._models, state, said))
 
     def width_for(self, count: int) -> int:
         """Returns the fewest rows of a decode program for `count` requests."""
@@ -215,9 +216,9 @@ class ModelRunner:
         width: int,
         tier: Tier,
     ) -> Call:
-        said = self._said(cancelled, slots, width)
-        said = *said, *map(self._put, (np.int32(max_rounds), np.int32(enough), np.bool_(greedy)))
-        return Call("decode", (width, tier), lambda state: (self._models, state, *said), {"tier": tier})
+        few = np.int32(max_rounds), np.int32(enough), np.bool_(greedy)
+        said = self._put(*self._rows(cancelled, slots, width), *few)
+        return Call("decode", (width, tier), lambda state: (self._models, state, said), {"tier": tier})
 
     def catch_up(self, cancelled: Collection[int], slots: Iterable[int]) -> None:
         """Lets a head that rested read what it missed of the requests at some slots, one after the other.
@@ -228,19 +229,21 @@ class ModelRunner:
             self._run(self.catch_up_call(cancelled, slot))
 
     def catch_up_call(self, cancelled: Collection[int] = (), slot: int = 0) -> Call:
-        said = self._said(cancelled, [slot], 1)
-        return Call("catch_up", (), lambda state: (self._models, state, *said))
+        said = self._put(*self._rows(cancelled, [slot], 1))
+        return Call("catch_up", (), lambda state: (self._models, state, said))
 
-    def _said(self, cancelled: Collection[int], slots: Sequence[int], width: int) -> tuple[jax.Array, jax.Array | None]:
-        """Puts the cancelled slots, and the slots that take part, on the device."""
+    def _rows(
+        self, cancelled: Collection[int], slots: Sequence[int], width: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Makes `cancelled` and `slots` of `programs.decode`."""
         batch = self.sizes.batch
         ended = np.zeros(batch, bool)
         ended[list(cancelled)] = True
         if width == batch:
-            return self._put(ended), None
+            return ended, None
         rows = np.full(width, batch, np.int32)
         rows[: len(slots)] = slots
-        return self._put(ended), self._put(rows)
+        return ended, rows
 
     def note_prompt(self, slot: int, ids: list[int]) -> None:
         """Notes a prompt's tokens, for penalties and for lookup."""
@@ -249,8 +252,8 @@ class ModelRunner:
     def note_call(self, slot: int = 0, ids: Sequence[int] = ()) -> Call:
         tokens = np.full(self.sizes.max_length, -1, np.int32)
         tokens[: len(ids)] = ids
-        said = self._put(np.int32(slot)), self._put(tokens)
-        return Call("note_prompt", (), lambda state: (state, *said))
+        said = self._put(np.int32(slot), tokens)
+        return Call("note_prompt", (), lambda state: (state, said))
 
     def rehearse(self) -> None:
         """Makes all slots busy, with sequences of `MEASURED_LENGTH` meaningless tokens; for measurements only."""
@@ -258,8 +261,8 @@ class ModelRunner:
         self.wait()
 
     def rehearse_call(self) -> Call:
-        length = self._put(np.int32(self._measured_length))
-        return Call("rehearse", (), lambda state: (state, length))
+        said = self._put(np.int32(self._measured_length))
+        return Call("rehearse", (), lambda state: (state, said))
 
     def begin(self) -> None:
         """Compiles the program that makes the state, and lets `compile` know its shapes. Forgets the state."""
@@ -354,9 +357,10 @@ class ModelRunner:
             self.compiled += fresh
             machine.release_freed()
 
-    def _put(self, value: Any) -> jax.Array:
-        """Puts the host's value on all devices; every process of the mesh passes the same value."""
-        return jnp.asarray(value) if self.mesh is None else put(np.asarray(value), replicated(self.mesh))
+    def _put(self, *said: Any) -> Packed:
+        """Puts what the host says on all devices; every process of the mesh says the same."""
+        place = jnp.asarray if self.mesh is None else functools.partial(put, sharding=replicated(self.mesh))
+        return jax.tree.map(place, Packed.of(*said))
 
 
 def tokens_that_fit(

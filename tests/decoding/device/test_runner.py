@@ -5,6 +5,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 from flax import nnx
@@ -12,6 +13,7 @@ from flax import nnx
 from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding.choice.tiers import VANILLA, WITH_HEAD
 from eagle3_jax.decoding.device import runner
+from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
@@ -19,7 +21,7 @@ from eagle3_jax.decoding.measure import timing
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds.state import empty_state
 from eagle3_jax.kernels.linear import few_rows
-from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.mesh import make_mesh, put, replicated, shardings
 from eagle3_jax.models.families.llama import Llama
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.runs import machine
@@ -100,19 +102,45 @@ def test_what_compilers_freed_goes_back_when_a_program_was_compiled(toy, monkeyp
     assert released == [1], "a call that compiles nothing"
 
 
+def test_a_dispatch_sends_one_array(toy, monkeypatch):
+    """Whatever it says: a chunk of prompts, rounds of some slots, a head that catches up, a prompt's tokens."""
+    mesh, sent = make_mesh(MeshConfig(data=1, model=1), jax.devices()[:1]), []
+    target, tiers = jax.device_put(toy.target, replicated(mesh)), [VANILLA, *WITH_HEAD]
+    runs = runner.ModelRunner(target, toy.good, tiers, Sizes.plan(5, 64, PAGE_SIZE, tiers), None)
+    monkeypatch.setattr(runner, "put", lambda value, sharding: sent.append(value.dtype) or put(value, sharding))
+    chunk = Chunk.of((), 4, 16, runs.sizes)
+    calls = [
+        runs.prefill_call(chunk),
+        runs.decode_call(width=5, tier=VANILLA),
+        runs.decode_call([1], [2, 0], 4, 1, width=4, tier=VANILLA),
+        runs.catch_up_call([4], 3),
+        runs.note_call(2, [7, 8]),
+        runs.rehearse_call(),
+    ]
+    assert sent == [np.int32] * len(calls)
+    said = [call.arguments(None)[-1].arguments() for call in calls]
+    for leaf, packed in zip(jax.tree.leaves(chunk), jax.tree.leaves(said[0]), strict=True):
+        assert leaf.dtype == packed.dtype
+        np.testing.assert_array_equal(leaf, packed)
+    assert [None if x is None else x.tolist() for x in said[1]] == [[False] * 5, None, 0, 0, True]
+    assert [x.tolist() for x in said[2]] == [[False, True, False, False, False], [2, 0, 5, 5], 4, 1, True]
+    assert [x.tolist() for x in said[3]] == [[False] * 4 + [True], [3]]
+    assert [x.tolist() for x in said[4]] == [2, [7, 8] + [-1] * 62]
+
+
 @pytest.mark.long
 def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch):
-    """Costs are made up, so that four rows are the fewest worth having; matrices lie as on a GPU."""
+    """Costs are made up, so that four rows are the fewest worth having; matrices lie as on a TPU or a GPU."""
     tied = toy.with_eos()
     del tied.lm_head
     tied.config = dataclasses.replace(tied.config, tie_word_embeddings=True)
-    monkeypatch.setattr(runner, "for_inference", lambda model: model)
-    monkeypatch.setattr(few_rows, "counts", lambda: (1, 4, 8))
+    monkeypatch.setattr(runner, "for_inference", lambda model, *_: model)
+    monkeypatch.setattr(few_rows, "device", lambda: types.SimpleNamespace(platform="tpu"))
     works = []
 
     def measure(some, prepare):
         works.append(some[-1]())
-        return [3.0, 1.0, 1.0]
+        return [3.0, 2.0, 1.0, 1.0, 1.0]
 
     monkeypatch.setattr(timing, "in_turns", measure)
     tokenizer = types.SimpleNamespace(convert_tokens_to_ids=lambda _: None, decode=lambda *_, **__: "")
@@ -123,12 +151,12 @@ def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch
     monkeypatch.setattr(engine._runner, "compile", lambda _: None)
     engine.warm_up(progress=False)
     kinds = engine._runner.padding
-    assert set(kinds.values()) == {(4, 8)} and len(works) == len(kinds)
+    assert set(kinds.values()) == {(4, 8, 16)} and len(works) == len(kinds)
     assert {kind.shape for kind in kinds if kind.vocabulary} == {toy.target.embed.shape, toy.good.head.lm_head.shape}
     target, draft = engine._runner._models.modules()
     assert draft is not None
     for matrix in (target.lm_head, target.blocks[0].mlp.down, draft.head.fc, draft.head.lm_head):
-        assert matrix[...].rows == (4, 8)  # pyrefly: ignore
+        assert matrix[...].rows == (4, 8, 16)  # pyrefly: ignore
     assert target.embed[...] is tied.embed[...]
     assert [output.token_ids for output in engine.generate(prompts, params)] == before
     engine.replace_draft(toy.good)
