@@ -36,11 +36,21 @@ def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTrans
     rate = learning_rate(config, total_steps)
     adamw = optax.adamw(rate, b1=_B1, b2=_B2, weight_decay=0.0)
     if config.optimizer == "muon":
-        muon = optax.contrib.muon(rate, consistent_rms=_MUON_RMS)
+        muon = _exact(optax.contrib.muon(rate, consistent_rms=_MUON_RMS))
         chosen = optax.partition({"muon": muon, "adamw": adamw}, groups)
     else:
         chosen = adamw
     return optax.chain(optax.clip_by_global_norm(_CLIP_NORM), chosen)
+
+
+def _exact(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Computes its products in float32 on all hardware: TPUs would round Muon's factors to bfloat16, CPUs do not."""
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        with jax.default_matmul_precision("highest"):
+            return optimizer.update(gradients, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def groups(params: Any) -> Any:

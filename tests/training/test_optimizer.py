@@ -63,3 +63,13 @@ def test_muon_takes_the_matrices_and_all_parameters_move_at_the_rate(head):
     moments = [optax.tree.get_all_with_path(state, name) for name in ("mu", "nu")]
     counted = [sum(len(jax.tree.leaves(x)) for _, x in found) for found in moments]
     assert counted == [len(names), len(names) - len(matrices)]
+
+
+def test_muon_multiplies_in_float32_on_all_hardware(head):
+    """Or a curve on CPUs would not be the curve on TPUs, which round the factors of other products to bfloat16."""
+    optimizer = make_optimizer(TrainConfig(optimizer="muon"), 100)
+    with jax.numpy_dtype_promotion("standard"):
+        traced = jax.jit(optimizer.update).trace(head, jax.eval_shape(optimizer.init, head), head)
+    text = str(traced.jaxpr)
+    exact = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+    assert exact == text.count("= dot_general[") > 0
