@@ -63,6 +63,8 @@ class WarmUp:
         plain = runner.decode_call(width=sizes.batch, tier=self._base[0])
         calls = [runner.note_call(), self._reads(*runner.chunks[0]), plain]
         runner.planned = 1 + len(sizes.chunks) + len(sizes.widths) * len(self._tiers.tiers) + runner.rests
+        if callable(self._progress):
+            self._progress(f"{runner.planned} programs are to compile, at most; {len(calls)} answer every request")
         runner.begin()
         for call in steps(calls, "compile", "program", self._progress):
             self._compile(call)

@@ -245,15 +245,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb from its command line."""
     config, _ = command_line.read("extract", argv)
     with command.run("extract"):
-        _keep_programs()
+        machine.keep_programs_of(config.run_dir, cache_folder())
         extract(config)
-
-
-def _keep_programs() -> None:
-    """Keeps compiled programs in the server's compilation cache, unless the user chose another."""
-    settings: Any = jax.config
-    if not settings.jax_compilation_cache_dir:
-        machine.keep_programs(cache_folder() / "programs")
 
 
 if __name__ == "__main__":

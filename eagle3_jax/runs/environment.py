@@ -19,6 +19,9 @@ def begins_verb() -> bool:
 
 def prepare() -> None:
     """Sets the variables that the user left open; call it before JAX is imported, which reads them."""
+    if machine.has_tpu():  # warnings of libtpu, of its links and of the coordinator say why a host fails or hangs
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+        os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "1")
     # XLA logs two errors of 2,000 characters for every program from a CPU's compilation cache: the machine that
     # compiled it allegedly misses "features" such as prefer-no-gather. Real failures raise.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -12,6 +12,8 @@ import sys
 import threading
 from typing import Any
 
+from eagle3_jax.runs.bucket import addresses
+
 _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 _LOW_PRIORITY = 10  # a "nice" value: about a tenth of a processor that others want too
 
@@ -60,6 +62,26 @@ def keep_programs(folder: str | pathlib.Path) -> None:
 
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def keep_programs_of(run_dir: str, own: pathlib.Path) -> None:
+    """Keeps this process's programs for later starts, unless the user chose a folder.
+
+    On a TPU host a run in a bucket has them beside it, since a reclaimed host takes its disk along.
+
+    Args:
+        own: the folder of this machine.
+    """
+    import jax
+
+    settings: Any = jax.config
+    if settings.jax_compilation_cache_dir:
+        return
+    if has_tpu() and addresses.is_address(run_dir):  # programs of CPUs are of one kind of CPU
+        # Programs that take less than a second, which is JAX's limit, take as long to fetch.
+        settings.update("jax_compilation_cache_dir", str(addresses.path_of(run_dir) / "programs"))
+    else:
+        keep_programs(own / "programs")
 
 
 def release_freed() -> None:

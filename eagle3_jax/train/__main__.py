@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, put, replicated, shardings
 from eagle3_jax.models import fp8, mesh_advice
-from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, cache_folder, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.inference_layout import for_many_rows
@@ -221,55 +221,67 @@ def _train(
         traced = train_step.trace(state, teacher, batch)
         compiled = traced.lower().compile()
         operations = products(traced.jaxpr.jaxpr) + observe.operations(batch)
+        if held_out is not None:  # now, since a step that waited for it would not be timed alone
+            batch = place(held_out.empty(len(feed.rows(0))), 0)
+            eval_step = eval_step.trace(state.head, teacher, batch).lower().compile()
         del batch, traced
         machine.release_freed()
         processes.say(f"train: compiled in {time.monotonic() - start:.1f} s")
 
         # ------------------------------------------------------------------------------------------------------ loop
         last = time.monotonic()
-        tokens, seconds, pending, waited, read = 0, 0.0, [], 0.0, 0
+        tokens, seconds, waited = 0, 0.0, 0.0
+        pending: list[_Pending] = []  # the steps behind the newest row of the metrics
         summary, evaluation, decoded = (writer.newest(kind) for kind in ("train", "held_out", "served"))
         with tqdm(total=total, initial=done, desc="train", unit="step", disable=processes.index() > 0) as progress:
             for step in range(done + 1, total + 1):
                 asked = time.monotonic()
                 part = next(parts)
-                waited += time.monotonic() - asked
-                read += sum(x.nbytes for x in part.values())
+                waited = time.monotonic() - asked
                 state, sums = compiled(state, teacher, place(part, step - 1))
-                pending.append(sums)
+                pending.append(_Pending(sums, waited, sum(x.nbytes for x in part.values())))
                 if len(pending) > IN_FLIGHT:
-                    jax.block_until_ready(pending[-1 - IN_FLIGHT])
+                    jax.block_until_ready(pending[-1 - IN_FLIGHT].sums)
                 progress.update()
                 stopping = _stop_asked(step)
                 decodes = served is not None and (step % (run.decode_every or 1) == 0 or step == total)
                 saves = step % run.checkpoint_every == 0 or step == total or stopping or decodes
                 evaluates = step % run.eval_every == 0 or step == total
-                # A state is saved or evaluated only once it was found to be finite.
-                if step % run.log_every == 0 or evaluates or saves:
-                    count = len(pending)
-                    found = _summarise(pending, rows, run.batch_size, step - count, "train")
+                # A state is saved or evaluated only once it was found to be finite. Nothing else waits for the newest
+                # steps: their rows come IN_FLIGHT steps later.
+                all_are_due = evaluates or saves
+                first, ready = step - len(pending), step if all_are_due else step - IN_FLIGHT
+                ends = [
+                    end
+                    for end in range(first + 1, ready + 1)
+                    if end % run.log_every == 0 or (all_are_due and end == step)
+                ]
+                if ends:
+                    jax.block_until_ready([one.sums for one in pending[: ends[-1] - first]])
+                    step_seconds, last = (time.monotonic() - last) / (ends[-1] - first), time.monotonic()
+                for end in ends:
+                    count = end - first
+                    of_row, pending = pending[:count], pending[count:]
+                    found = _summarise([one.sums for one in of_row], rows, run.batch_size, first, "train")
                     if not done and not summary and not found["positions"]:
-                        raise ValueError(_nothing_to_train_on(config, step))
-                    summary = found
-                    pending.clear()
-                    passed, last = time.monotonic() - last, time.monotonic()
+                        raise ValueError(_nothing_to_train_on(config, end))
+                    summary, first, passed = found, end, count * step_seconds
                     tokens, seconds = tokens + summary["tokens"], seconds + passed
                     rate = summary["tokens"] / passed
                     used = utilisation(count * operations, passed, list(mesh.devices.flat))
                     summary |= {
-                        "learning_rate": float(np.asarray(schedule(step - 1))),
+                        "learning_rate": float(np.asarray(schedule(end - 1))),
                         "tokens_per_second": rate,
-                        "data_wait": waited / passed,
-                        "read_gigabytes_per_second": read / passed / 1e9,
+                        "data_wait": sum(one.waited for one in of_row) / passed,
+                        "read_gigabytes_per_second": sum(one.read for one in of_row) / passed / 1e9,
                         **used,
                     }
-                    waited, read = 0.0, 0
-                    writer.write(step, "train", summary)
+                    writer.write(end, "train", summary)
                     progress.set_postfix_str(
                         f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s, "
                         + (f"MFU {used['mfu']:.0%}" if "mfu" in used else f"{used['teraflops']:.3f} TFLOP/s a device")
                     )
-                if evaluates or saves:
+                if all_are_due:
                     paused = time.monotonic()
                     if evaluates:
                         if evaluation := evaluate(state.head):
@@ -297,6 +309,14 @@ def _train(
         "served": decoded,
     }
     return processes.agree(lambda: manifest.finish(folder, files=[vocab.NAME], **results) or results)
+
+
+class _Pending(NamedTuple):
+    """A step without a row: its sums, the seconds that it waited for data, and the bytes that it read."""
+
+    sums: dict[str, Any]
+    waited: float
+    read: int
 
 
 class _Observer:
@@ -380,6 +400,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb from its command line."""
     config, _ = command_line.read("train", argv)
     with command.run("train"):
+        machine.keep_programs_of(config.run_dir, cache_folder())
         results = train(config)
         if results["held_out"]:
             accuracy = ", ".join(f"{x:.3f}" for x in results["held_out"]["accuracy"])

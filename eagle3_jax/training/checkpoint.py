@@ -48,7 +48,7 @@ class Checkpoints:
             )
             policy = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
         self._writing: int | None = None  # step whose checkpoint may be incomplete
-        _silence_orbax_threads()
+        _shorten_orbax_logs()
         with self._orderly(self.folder):
             self._checkpointer = ocp.training.Checkpointer(
                 str(self.folder),
@@ -124,8 +124,7 @@ class Checkpoints:
     @contextlib.contextmanager
     def _writes(self, step: int) -> Iterator[None]:
         try:
-            with _quiet_logs():
-                yield
+            yield
         except Exception as error:
             raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
 
@@ -223,33 +222,21 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # The checkpointer raises a save's error once more when it is closed.
-        with _quiet_logs(), contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
             try:
                 self.wait_until_finished()
             finally:
                 self._checkpointer.close()
 
 
-@contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """Silences Orbax's logs, pages of tracebacks of errors that it also raises."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _shorten_orbax_logs() -> None:
+    """Cuts tracebacks of Orbax's threads and tasks, whose errors its checkpointer raises again; a line of each stays.
 
-
-def _silence_orbax_threads() -> None:
-    """Silences tracebacks of Orbax's threads and tasks, whose errors its checkpointer raises again.
-
-    The silence is for good: threads of a failed save end while the interpreter shuts down, and further failed tasks
-    print a traceback each when they are freed.
+    They are cut for good: threads of a failed save end while the interpreter shuts down, and further failed tasks print
+    a traceback each when they are freed.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    logging.getLogger("absl").addFilter(_is_no_orbax_traceback)
+    logging.getLogger("absl").addFilter(_without_orbax_traceback)
     hook = threading.excepthook
     if hook.__module__ == __name__:
         return
@@ -261,8 +248,10 @@ def _silence_orbax_threads() -> None:
     threading.excepthook = others
 
 
-def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
-    return not record.exc_info or "/orbax/" not in record.pathname
+def _without_orbax_traceback(record: logging.LogRecord) -> bool:
+    if "/orbax/" in record.pathname:
+        record.exc_info = None
+    return True
 
 
 def load_head(folder: str | disk.Path, shapes: Any, step: int | None = None) -> Any:

@@ -46,9 +46,9 @@ def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTrans
 def _exact(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Computes its products in float32 on all hardware: TPUs would round Muon's factors to bfloat16, CPUs do not."""
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         with jax.default_matmul_precision("highest"):
-            return optimizer.update(gradients, state, params)
+            return optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(optimizer.init, update)
 

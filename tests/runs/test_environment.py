@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from eagle3_jax.runs import environment
+
 # Set by tests/conftest.py, and by JAX at its import.
 _SET = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
 
@@ -53,6 +55,18 @@ def test_a_verb_sets_what_its_user_left_open(words, tmp_path):
     said = run(*words, "--help", **path, TF_CPP_MIN_LOG_LEVEL="0").splitlines()[-1]
     expected = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     assert said == str(expected)
+
+
+@pytest.mark.parametrize(("tpu", "levels"), [(False, ["3", None]), (True, ["1", "1"])])
+def test_warnings_of_a_tpu_s_libraries_are_shown_on_its_host_alone(tpu, levels, monkeypatch):
+    names = ("TF_CPP_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL")
+    monkeypatch.setattr(os, "environ", {"JAX_PLATFORMS": "cpu"})
+    monkeypatch.setattr(environment.machine, "has_tpu", lambda: tpu)
+    environment.prepare()
+    assert [os.environ.get(name) for name in names] == levels
+    os.environ.update(dict.fromkeys(names, "0"))
+    environment.prepare()
+    assert [os.environ[name] for name in names] == ["0", "0"], "its user's"
 
 
 @pytest.mark.slow

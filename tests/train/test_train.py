@@ -207,12 +207,74 @@ def test_what_was_written_behind_the_last_checkpoint_is_written_once(finished, t
     monkeypatch.setattr(Checkpoints, "save", save)
     resumed = train.train(config, target)
 
-    def untimed(path: pathlib.Path) -> list[dict]:
-        clock = ("tokens_per_second", "data_wait", "teraflops", "read_gigabytes_per_second")
-        return [json.loads(line) | dict.fromkeys(clock, 0) for line in path.read_text().splitlines()]
-
-    assert untimed(metrics) == untimed(whole.folder("train") / "metrics.jsonl")
+    assert rows_of(config) == rows_of(whole)
     assert resumed["train"]["loss"] == finished[1]["train"]["loss"]
+
+
+def rows_of(config: RunConfig) -> list[dict]:
+    """The rows of the metrics, without what a clock says."""
+    clock = ("tokens_per_second", "data_wait", "teraflops", "read_gigabytes_per_second")
+    lines = (config.folder("train") / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) | dict.fromkeys(clock, 0) for line in lines]
+
+
+@pytest.mark.slow
+def test_no_row_waits_for_a_step_in_flight_and_all_rows_are_there_before_a_checkpoint(target, tmp_path, monkeypatch):
+    """The same rows as where each step is waited for."""
+    sizes = {"eval_every": 100, "checkpoint_every": 5, "max_steps": 8}
+    config = prepared(tmp_path / "one", target, **sizes)
+    steps: dict[int, int] = {}  # what a step returned -> its number
+    waited = []
+    begun, save = train._Pending, Checkpoints.save
+
+    def begin(sums, *rest):
+        steps[id(sums["loss"])] = len(steps) + 1
+        return begun(sums, *rest)
+
+    def watched(of):
+        def call(tree):
+            newest = len(steps)
+            asked = [steps[id(x)] for x in jax.tree.leaves(tree) if id(x) in steps]
+            waited.extend(step <= newest - train.IN_FLIGHT for step in asked if newest not in (5, 8))
+            return of(tree)
+
+        return call
+
+    def check_and_save(self, state, *tau):
+        assert rows_of(config)[-1]["step"] == int(state.step)
+        save(self, state, *tau)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "_Pending", begin)
+        patch.setattr(jax, "block_until_ready", watched(jax.block_until_ready))
+        patch.setattr(jax, "device_get", watched(jax.device_get))
+        patch.setattr(Checkpoints, "save", check_and_save)
+        train.train(config, target)
+    assert waited and all(waited)
+    assert [row["step"] for row in rows_of(config) if row["kind"] == "train"] == [2, 4, 5, 6, 8]
+    monkeypatch.setattr(train, "IN_FLIGHT", 0)
+    at_once = prepared(tmp_path / "two", target, **sizes)
+    train.train(at_once, target)
+    assert rows_of(at_once) == rows_of(config)
+
+
+@pytest.mark.slow
+def test_training_begins_once_all_is_compiled(target, tmp_path, monkeypatch, capsys):
+    """The step of an evaluation too: step 4, which is evaluated, is not slower than others."""
+    config = prepared(tmp_path, target)
+    compiled = []
+    compile_ = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compiled.append(len(taken)) or compile_(lowered))
+    make, taken = train.make_eval_step, []
+
+    def make_eval_step(*arguments):
+        step = make(*arguments)
+        return types.SimpleNamespace(trace=step.trace)  # what is called is a compiled one
+
+    monkeypatch.setattr(train, "make_eval_step", make_eval_step)
+    monkeypatch.setattr(train, "_stop_asked", lambda step: taken.append(step) or False)
+    assert train.train(config, target)["held_out"]
+    assert compiled == [0, 0]
 
 
 @pytest.mark.long
@@ -317,6 +379,7 @@ def test_a_stop_saves_behind_the_step_and_the_rerun_goes_on_bit_equally(finished
         train.train(config, target)
     with Checkpoints(config.folder("train")) as checkpoints:
         assert checkpoints.latest == 2
+    assert [row["step"] for row in rows_of(config)] == [2]
     monkeypatch.undo()
     train.train(config, target)
     for one, other in zip(leaves(whole, target), leaves(config, target), strict=True):
