@@ -275,7 +275,9 @@ def test_without_gcloud_there_may_be_a_slice(cloud):
 
 
 # -------------------------------------------------------------------------------------------------------------- install
-def test_install_copies_the_commit_and_installs_from_the_locks(cloud):
+@pytest.mark.parametrize("image", ["3.12", "3.12 without venv", "3.10"])
+def test_install_copies_the_commit_and_installs_from_the_locks(cloud, image):
+    """With Python 3.12, which the locked uv fetches where the image has none that makes environments."""
     cloud.program(
         "git",
         '#!/bin/sh\ncase $1 in archive) tar -czf "${3#--output=}" tools/env.sh pyproject.toml requirements ;; esac\n',
@@ -283,11 +285,15 @@ def test_install_copies_the_commit_and_installs_from_the_locks(cloud):
     python = """#!/usr/bin/env bash
 case "$*" in
   "-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  "-m pip install"*"--target .uv"*) mkdir -p .uv/bin; cp "$FAKE/programs/fetched-uv" .uv/bin/uv; cat >uv-lock ;;
   "-m pip install"*) echo "$*" >>pip-calls ;;
-esac
 """
+    new = python + "esac\n"
+    cloud.program("new-python", new)
+    cloud.program("fetched-uv", '#!/bin/sh\necho "$*" >>uv-calls\ncase $2 in find) echo "$FAKE/programs/new-python" ;; esac\n')
+    lacks = {"3.12": "", "3.12 without venv": "  -c*ensurepip*) exit 1 ;;\n", "3.10": '  -c*"(3, 12)"*) exit 1 ;;\n'}[image]
     for name in ("python3", "python3.11", "python3.12", "python3.13"):
-        cloud.program(name, python)
+        cloud.program(name, python + lacks + "esac\n")
     for host in cloud.hosts:
         (host / "eagle3_jax/.venv/bin/python").unlink()
     ended = cloud.run("install")
@@ -295,7 +301,12 @@ esac
     assert cloud.verbs() == ["describe", "scp", "ssh"]
     assert all("--worker=all" in call for call in cloud.asked()[1:])
     for host in cloud.hosts:
-        uv, locked, package = (host / "eagle3_jax/pip-calls").read_text().splitlines()
+        home = host / "eagle3_jax"
+        if lacks:
+            assert (home / "uv-calls").read_text() == "python install 3.12\npython find --managed-python 3.12\n"
+            assert re.fullmatch(r"uv==\S+ (\\\n +--hash=sha256:\w{64} ?)+\n", (home / "uv-lock").read_text())
+        assert (home / ".venv/bin/python").read_text() == new
+        uv, locked, package = (home / "pip-calls").read_text().splitlines()
         assert uv.endswith("--require-hashes --requirement /dev/stdin")
         assert locked.endswith("--require-hashes --requirement requirements/tpu.txt")
         assert package.endswith("--no-build-isolation --no-deps --editable .")

@@ -9,6 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Images of containers set it: then each of some hundred processes compiles all modules that it imports.
 unset PYTHONDONTWRITEBYTECODE
 NEEDED_MIB=4096
+LEAST=${LEAST:-11} # of Python 3
 # Checks every annotation at run time, see tests/array_annotations.py.
 # shellcheck disable=SC2034
 EVERY_ANNOTATION=--jaxtyping-packages=eagle3_jax,beartype.beartype
@@ -23,13 +24,13 @@ fail() {
 
 # A name on the PATH is not enough: shims of version managers may not run.
 is_new_enough() {
-  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+  "$1" -c "import sys; sys.exit(sys.version_info < (3, $LEAST))" >/dev/null 2>&1
 }
 
 find_python() {
   local candidate found=""
   if [[ -n ${PYTHON:-} ]]; then
-    is_new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.11 or newer that runs."
+    is_new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.$LEAST or newer that runs."
     echo "$PYTHON"
     return
   fi
@@ -40,7 +41,7 @@ find_python() {
     fi
   done
   found=$(python3 --version 2>/dev/null || true)
-  fail "needs Python 3.11 or newer, found ${found:-no Python}. Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
+  fail "needs Python 3.$LEAST or newer, found ${found:-no Python}. Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
 }
 
 # Explains a failure in one sentence, from the output of pip or venv.

@@ -5,8 +5,7 @@
     python tools/lock.py --upgrade-package transformers  # any option of `uv pip compile`
 
 Requires uv on the PATH (`pip install uv`) and a network. Each file holds a role's additions to the previous role;
-tpu.txt holds the additions to train.txt, docs.txt those to decode.txt. (Tests compile for TPUs with another libtpu
-than the one that JAX runs with.)
+tpu.txt holds the additions to train.txt, docs.txt those to decode.txt. tpu.txt and test.txt have the same libtpu.
 """
 
 import fnmatch

@@ -182,10 +182,17 @@ set -eu
 mkdir -p eagle3_jax
 tar -xzf eagle3_jax.tar.gz -C eagle3_jax
 cd eagle3_jax
-if ! bash -c 'source tools/env.sh; find_python' >/dev/null 2>&1; then
-  sudo apt-get update -q && sudo apt-get install -y -q python3.11 python3.11-venv
+export LEAST=12 # the newest JAX, with the libtpu that it names
+python=\$(bash -c 'source tools/env.sh; find_python' 2>/dev/null) || python=""
+if ! "\$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+  # Images of Ubuntu 22.04 have Python 3.10. uv is locked by hash, and knows the hash of the Python that it fetches.
+  python3 -m pip --version >/dev/null 2>&1 || { sudo apt-get update -q && sudo apt-get install -y -q python3-pip; }
+  sed -n '/^uv==/,/[^\\]\$/p' requirements/test.txt |
+    python3 -m pip install --quiet --require-hashes --upgrade --target .uv --requirement /dev/stdin
+  .uv/bin/uv python install 3.12
+  python=\$(.uv/bin/uv python find --managed-python 3.12)
 fi
-bash -c 'source tools/env.sh; prepare_environment tpu' install
+PYTHON=\$python bash -c 'source tools/env.sh; prepare_environment tpu' install
 EOF
 }
 
