@@ -1,5 +1,6 @@
 """tools/full_size.py: the rows that it prints, of a target small enough for a test."""
 
+import functools
 import importlib
 import json
 import pathlib
@@ -31,9 +32,10 @@ def test_each_part_is_measured_and_charged_what_it_computes(tmp_path, monkeypatc
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": LAYERS}
     (tmp_path / "config.json").write_text(json.dumps(values | sizes | heads))
     (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path))
-    for name, value in {"TURNS": 2, "PROMPT": 8, "ANSWER": 17, "CHAINS": full_size.CHAINS[:1]}.items():
+    for name, value in {"TURNS": 2, "CHAINS": full_size.CHAINS[:1]}.items():
         monkeypatch.setattr(full_size, name, value)
-    monkeypatch.setattr(full_size.stages, "bandwidth", lambda: 1e9)
+    monkeypatch.setattr(full_size, "Run", functools.partial(full_size.Run, prompt=8, answer=17))
+    monkeypatch.setattr(full_size.profile, "bandwidth", lambda: 1e9)
     file = tmp_path / "rows.json"
     arguments = ["--config", str(tmp_path / "run.yaml"), "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["full_size.py", *arguments])

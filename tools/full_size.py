@@ -35,32 +35,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from run_parser import run_parser
 
 from eagle3_jax.config import DraftTree, MeshConfig, RunConfig, run_file
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.measure import profile
+from eagle3_jax.decoding.measure import profile, timing
 from eagle3_jax.extract import hidden_states
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.quantised import bytes_of
-from eagle3_jax.mesh import make_mesh
+from eagle3_jax.mesh import batch_sharding, make_mesh, put, shardings
 from eagle3_jax.models import states
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.inference_layout import products as products_of
+from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import ModelConfig, TargetModel
-from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.kinds.eagle3 import Eagle3
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_state, make_train_step
 
 Row = dict[str, Any]
 TURNS = 5  # after the first
-PROMPT, ANSWER = 512, 257  # tokens; the first of an answer comes from the prompt's pass
 ACCEPTANCE = 0.8
 CHAINS = (DraftTree(num_steps=3, num_draft_tokens=4), DraftTree(num_steps=7, num_draft_tokens=8))
 
@@ -79,11 +80,20 @@ class NoTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The models to measure. Attributes: peak: operations a second of a large product on this device."""
+    """The models to measure.
+
+    Attributes:
+        peak: operations a second of a large product on the devices together.
+        mesh: the devices; None is one.
+        prompt, answer: tokens of each in `decode`; the first of an answer comes from the prompt's pass.
+    """
 
     config: RunConfig
     shape: ModelConfig
     peak: float
+    mesh: Mesh | None = None
+    prompt: int = 512
+    answer: int = 257
 
     @property
     def head(self) -> DraftHeadConfig:
@@ -95,35 +105,37 @@ class Run:
 
     @functools.cached_property
     def draft(self) -> Draft:
-        head = random(lambda: DraftHead(self.head, dtype=self.dtype, rngs=nnx.Rngs(0)))
+        head = random(lambda: DraftHead(self.head, dtype=self.dtype, rngs=nnx.Rngs(0)), self.mesh)
         return Draft(head, jnp.arange(self.head.draft_vocab_size))
 
     @functools.cached_property
     def target(self) -> TargetModel:
-        return random(lambda: family_of(self.shape).model(self.shape, dtype=self.dtype, rngs=nnx.Rngs(0)))
+        return random(lambda: family_of(self.shape).model(self.shape, dtype=self.dtype, rngs=nnx.Rngs(0)), self.mesh)
 
 
 def train(run: Run) -> Iterator[Row]:
     config, head, rng = run.config.train, run.head, np.random.default_rng(0)
     shape, hidden, drafted = (config.batch_size, config.row_length), head.target_hidden_size, head.draft_vocab_size
-    one = np.ones(shape, np.int32)
+    mesh = run.mesh or make_mesh(MeshConfig(), jax.devices()[:1])
+    one, by_rows = np.ones(shape, np.int32), batch_sharding(mesh)
 
-    @jax.jit
     def teacher() -> Teacher:
         embed, rows = (0.02 * jax.random.normal(key, (head.vocab_size, hidden), run.dtype) for key in _keys(2))
         return Teacher.of(embed, rows, jnp.arange(drafted))
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=by_rows)
     def states() -> tuple[jax.Array, jax.Array]:
         widths = head.num_aux_layers * hidden, hidden
         aux, last = (jax.random.normal(k, (*shape, w), jnp.bfloat16) for k, w in zip(_keys(2), widths, strict=True))
         return aux, last
 
     aux, last = states()
-    ids = jnp.asarray(rng.integers(0, drafted, shape), jnp.int32)  # draft tokens only: every position is trained
-    batch = Batch(ids, aux, last, ids, jnp.asarray(one), jnp.asarray(one), jnp.asarray(np.cumsum(one, axis=1) - 1))
-    mesh, optimizer, fixed = make_mesh(MeshConfig(), jax.devices()[:1]), make_optimizer(config, 1000), teacher()
-    kind = Eagle3(head, config)
+    ids = rng.integers(0, drafted, shape, np.int32)  # draft tokens only: every position is trained
+    places = np.cumsum(one, axis=1, dtype=np.int32) - 1
+    ids, ones, places = (put(x, by_rows) for x in (ids, one, places))
+    batch = Batch(ids, aux, last, ids, ones, ones, places)
+    where = shardings(jax.eval_shape(teacher), mesh, TEACHER_SHARDING_RULES)
+    kind, optimizer, fixed = Eagle3(head, config), make_optimizer(config, 1000), jax.jit(teacher, out_shardings=where)()
     state = init_state(functools.partial(kind.new, 0), fixed.rows, optimizer, mesh)
     step = make_train_step(kind, optimizer, mesh)
 
@@ -169,16 +181,16 @@ def decode(run: Run) -> Iterator[Row]:
     trees = settings.trees or [*([tree] if isinstance(tree, DraftTree) else []), *CHAINS]
     acceptance = ACCEPTANCE if settings.simulated_acceptance is None else settings.simulated_acceptance
     rng = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    params = SamplingParams(max_tokens=run.answer, ignore_eos=True)
     for batch in settings.batch_sizes:
-        size = {"batch_size": batch, "max_length": PROMPT + ANSWER, "prefix_cache": False}
+        size = {"batch_size": batch, "max_length": run.prompt + run.answer, "prefix_cache": False}
         engine = Engine(run.target, NoTokenizer(), run.draft, trees, simulated_acceptance=acceptance, **size)
-        prompts = rng.integers(0, run.shape.vocab_size, (batch, PROMPT)).tolist()
+        prompts = rng.integers(0, run.shape.vocab_size, (batch, run.prompt)).tolist()
         of_vanilla: float | None = None
 
         def measured(tier: Tier, name: str, engine: Engine = engine, prompts: list[list[int]] = prompts) -> Row:
             seconds, tau = rounds(engine, tier, prompts, params)
-            read = profile.bytes_read(Models.of(run.target, run.draft), tier, len(prompts), PROMPT + ANSWER // 2)
+            read = profile.bytes_read(Models.of(run.target, run.draft), tier, len(prompts), run.prompt + run.answer // 2)
             return {
                 "part": f"decode, batch {len(prompts)}, {name}",
                 "tokens_per_second": len(prompts) * tau / seconds,
@@ -239,13 +251,8 @@ def operations_per_second(size: int = 8192) -> float:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Measures the median seconds of a call, without the first one."""
-    seconds = []
-    for _ in range(TURNS + 1):
-        start = time.perf_counter()
-        jax.block_until_ready(work())
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+    """Measures the seconds of a call, see `timing.in_turns`."""
+    return timing.in_turns([lambda: jax.block_until_ready(work())], lambda: None)[0]
 
 
 def describe(row: Row) -> str:
@@ -262,14 +269,18 @@ def describe(row: Row) -> str:
     )
 
 
-def random(make: Callable[[], Any]) -> Any:
+def random(make: Callable[[], Any], mesh: Mesh | None = None) -> Any:
     """Makes a module with weights N(0, 0.02), by one program per shape: a single program compiles for minutes."""
-    return jax.tree.map(lambda leaf: _normal(leaf.shape, leaf.dtype), nnx.eval_shape(make))
+    shapes = nnx.eval_shape(make)
+    if mesh is None:
+        return jax.tree.map(lambda leaf: _normal(leaf.shape, leaf.dtype, None)(), shapes)
+    where = shardings(shapes, mesh, SHARDING_RULES)
+    return jax.tree.map(lambda leaf, place: _normal(leaf.shape, leaf.dtype, place)(), shapes, where)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _normal(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+@functools.cache
+def _normal(shape: tuple[int, ...], dtype: Any, place: Any) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: 0.02 * jax.random.normal(jax.random.key(0), shape, dtype), out_shardings=place)
 
 
 def _keys(count: int) -> list[jax.Array]:

@@ -11,12 +11,16 @@ import tpu_peers
 from tpu_cases import LOOPS, PRODUCTS, Attention, Call, Case, Commit, GroupedProduct, TopK, TrainingTimeTest
 
 
-def program(case: Case) -> Call:
-    """Makes a case's program, in the process that compiles, under the chip's mesh."""
-    return PROGRAMS[case.kernel](case)
+def program(case: Case, **how: Any) -> Call:
+    """Makes a case's program, in the process that compiles, under the chip's mesh.
+
+    Args:
+        how: `implementation` and `interpret` of one of this package's kernels.
+    """
+    return PROGRAMS[case.kernel](case, **how)
 
 
-def tree_attention(case: Attention) -> Call:
+def tree_attention(case: Attention, **how: Any) -> Call:
     """Counts tree attention over pages, with lengths known at run time; trips are for sequences of full length."""
     import jax.numpy as jnp
 
@@ -43,7 +47,8 @@ def tree_attention(case: Attention) -> Call:
     _, blocks, _, bare = shape.blocks(c.keys - c.nodes, 0, 0)
     tiles = c.batch * shape.tiles if c.batch % cores else c.batch // cores * shape.tiles
     trips = {"tree_attention.": [tiles * bare, tiles * (blocks - bare)]}
-    return Call(lambda table, *rest: tree_attention(*rest, page_table=table), arguments, trips, donated=(4, 5))
+    attend = functools.partial(tree_attention, **how)
+    return Call(lambda table, *rest: attend(*rest, page_table=table), arguments, trips, donated=(4, 5))
 
 
 def _pages(tokens: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -53,10 +58,10 @@ def _pages(tokens: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
     return tokens // PAGE_SIZE + 1, kv_heads, PAGE_SIZE, head_dim
 
 
-def vocabulary_top_k(case: TopK, implementation: Any = None) -> Call:
+def vocabulary_top_k(case: TopK, **how: Any) -> Call:
     from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k
 
-    return _top_k(case, functools.partial(vocabulary_top_k, k=case.k, implementation=implementation))
+    return _top_k(case, functools.partial(vocabulary_top_k, k=case.k, **how))
 
 
 def lax_top_k(case: TopK) -> Call:
@@ -76,22 +81,24 @@ def _top_k(case: TopK, function: Any) -> Call:
     return Call(function, [((case.queries, case.hidden), case.dtype), ((case.vocabulary, case.hidden), case.dtype)])
 
 
-def grouped_product(case: GroupedProduct) -> Call:
+def grouped_product(case: GroupedProduct, **how: Any) -> Call:
     import jax.numpy as jnp
 
-    from eagle3_jax.kernels.linear.api import linear
+    from eagle3_jax.kernels.contraction import contract
     from eagle3_jax.kernels.linear.layouts import Quantised
+    from eagle3_jax.kernels.linear.quantised import product
 
     c, scales = case, ((case.inputs // case.group, case.outputs), "float32")
     parts = [((c.inputs, c.outputs), f"int{c.bits}"), scales, *([scales] if c.bits == 4 else [])]
 
     def multiply(x: Any, values: Any, scale: Any, offset: Any = None) -> Any:
-        return linear(x, Quantised(values, scale, offset, jnp.dtype(c.dtype)))
+        matrix = Quantised(values, scale, offset, jnp.dtype(c.dtype))
+        return product(x, matrix, functools.partial(contract, "mk,kn->mn"), **how).astype(x.dtype)
 
     return Call(multiply, [((c.rows, c.inputs), c.dtype), *parts])
 
 
-def ttt_attention(case: TrainingTimeTest) -> Call:
+def ttt_attention(case: TrainingTimeTest, **how: Any) -> Call:
     import jax
     import jax.numpy as jnp
 
@@ -107,16 +114,17 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
     seen = sum(math.ceil((tile + 1) * shape.tile / shape.chunk) for tile in range(shape.tiles))
     loops = [c.kv_heads * trips for trips in (shape.tiles, 0, bare, seen - bare)]
     arguments: list[Any] = [(queries, c.dtype), *[(keys, c.dtype)] * 2, ((1, c.length), "int32"), ((), "int32")]
+    attend = functools.partial(ttt_attention, **how)
     if not c.backward:
-        return Call(ttt_attention, arguments, {"ttt_attention.": loops})
+        return Call(attend, arguments, {"ttt_attention.": loops})
 
     def gradients(q: Any, k: Any, v: Any, segments: Any, newest: Any, cotangent: Any) -> Any:
-        return jax.vjp(lambda q, k, v: ttt_attention(q, k, v, segments, newest), q, k, v)[1](cotangent)
+        return jax.vjp(lambda q, k, v: attend(q, k, v, segments, newest), q, k, v)[1](cotangent)
 
     return Call(gradients, [*arguments, (queries, c.dtype)], {"ttt_attention_backward": loops})
 
 
-def commit(case: Commit) -> Call:
+def commit(case: Commit, **how: Any) -> Call:
     """Counts the commit of a path; work that depends on the path counts for each of its rows."""
     from eagle3_jax.decoding.core import PAGE_SIZE
     from eagle3_jax.kernels.cache.api import commit
@@ -128,7 +136,7 @@ def commit(case: Commit) -> Call:
     loops = [1, c.nodes, 2, c.nodes, 2, c.nodes, (c.nodes - 1) * len(caches), 2, 2]
 
     def move(lengths: Any, path: Any, table: Any, *caches: Any) -> Any:
-        return commit(caches, lengths, path, page_table=table)
+        return commit(caches, lengths, path, page_table=table, **how)
 
     table = ((c.batch, c.slots // PAGE_SIZE), "int32")
     arguments: list[Any] = [((c.batch,), "int32"), ((c.batch, c.nodes), "int32"), table, *caches]
@@ -136,7 +144,7 @@ def commit(case: Commit) -> Call:
     return Call(move, arguments, trips, donated=tuple(range(3, len(arguments))))
 
 
-PROGRAMS: dict[str, Callable[[Any], Call]] = {
+PROGRAMS: dict[str, Callable[..., Call]] = {
     "tree_attention": tree_attention,
     "tree_attention causal": tree_attention,
     "jax flash_attention, dense bias": tpu_peers.flash,
