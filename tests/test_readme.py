@@ -280,6 +280,7 @@ def test_a_page_runs_in_a_clone(walk, tmp_path):
         words = [sys.executable, "-c", block]
         done = subprocess.run(words, capture_output=True, text=True, timeout=3600, **settings)
         assert done.returncode == 0 and "None" not in done.stdout.split(), done.stderr
+        assert done.stdout.endswith("\n") and re.search(r"^\d\.\d+$", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -314,4 +315,7 @@ def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
     for block in blocks:
         exec(compile(block.replace("9690", "190"), str(page), "exec"), {"__name__": "__main__"})
     loads = any("Engine.load" in block for block in blocks)  # others show a function
-    assert bool(asked) == bool(capsys.readouterr().out.strip()) == loads
+    said = capsys.readouterr().out
+    assert bool(asked) == bool(said.strip()) == loads
+    if page.name == "README.md":  # an answer, its tokens a round, another answer
+        assert said.endswith("\n") and re.fullmatch(r"[\d.]+", said.splitlines()[1])

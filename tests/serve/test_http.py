@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 import re
+import shlex
 import socket
 import threading
 import time
@@ -622,6 +623,19 @@ def test_the_documented_client_works(served, capsys):
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/serve.md").read_text(), re.MULTILINE | re.DOTALL)
     exec(block.replace("http://127.0.0.1:8000", served.url), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
+
+
+def test_the_curl_of_the_readme_answers_within_a_screen(served):
+    (command,) = re.findall(r"^    (curl .*\\\n.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    _, url, *options = shlex.split(command.replace("\\\n", " "))
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    headers, body = dict([given["-H"].split(": ")]), json.loads(given["-d"])
+    assert body["temperature"] == 0 and body["max_tokens"] <= 128
+    first, second = (
+        served.http.post(urllib.parse.urlparse(url).path, content=given["-d"], headers=headers) for _ in "12"
+    )
+    assert 0 < first.json()["usage"]["completion_tokens"] <= body["max_tokens"]
+    assert first.json()["choices"] == second.json()["choices"]
 
 
 def test_the_documented_metrics_are_there(served):
