@@ -73,6 +73,7 @@ def _refuse_wrong_results(jaxlib: str, platforms: str) -> None:
 _refuse_wrong_results(importlib.metadata.version("jaxlib"), os.environ.get("JAX_PLATFORMS", ""))
 if environment.begins_verb():  # a verb imports JAX before its first line runs
     environment.prepare()
+environment.silence_xla()
 
 
 def __dir__() -> list[str]:

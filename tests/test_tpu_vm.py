@@ -290,8 +290,12 @@ case "$*" in
 """
     new = python + "esac\n"
     cloud.program("new-python", new)
-    cloud.program("fetched-uv", '#!/bin/sh\necho "$*" >>uv-calls\ncase $2 in find) echo "$FAKE/programs/new-python" ;; esac\n')
-    lacks = {"3.12": "", "3.12 without venv": "  -c*ensurepip*) exit 1 ;;\n", "3.10": '  -c*"(3, 12)"*) exit 1 ;;\n'}[image]
+    cloud.program(
+        "fetched-uv", '#!/bin/sh\necho "$*" >>uv-calls\ncase $2 in find) echo "$FAKE/programs/new-python" ;; esac\n'
+    )
+    lacks = {"3.12": "", "3.12 without venv": "  -c*ensurepip*) exit 1 ;;\n", "3.10": '  -c*"(3, 12)"*) exit 1 ;;\n'}[
+        image
+    ]
     for name in ("python3", "python3.11", "python3.12", "python3.13"):
         cloud.program(name, python + lacks + "esac\n")
     for host in cloud.hosts:

@@ -190,7 +190,9 @@ def decode(run: Run) -> Iterator[Row]:
 
         def measured(tier: Tier, name: str, engine: Engine = engine, prompts: list[list[int]] = prompts) -> Row:
             seconds, tau = rounds(engine, tier, prompts, params)
-            read = profile.bytes_read(Models.of(run.target, run.draft), tier, len(prompts), run.prompt + run.answer // 2)
+            read = profile.bytes_read(
+                Models.of(run.target, run.draft), tier, len(prompts), run.prompt + run.answer // 2
+            )
             return {
                 "part": f"decode, batch {len(prompts)}, {name}",
                 "tokens_per_second": len(prompts) * tau / seconds,

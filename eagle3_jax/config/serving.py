@@ -174,7 +174,8 @@ class ServeConfig:
         memory_fraction: share of the device's memory for weights and caches; None makes room for the whole batch at
             `max_length`.
         warm_up_folder: folder of compiled programs and measured costs, which make the next start fast; None is a folder
-            of this package's cache ($EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax), "none" keeps nothing.
+            of this package's cache ($EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax), "none" keeps nothing. Programs go
+            where JAX's own setting says, where it is set.
         api_key_variable: environment variable with the API key, which is never shown. If neither it nor `api_key_file`
             is set, authentication is off.
         api_key_file: a file with one API key a line.

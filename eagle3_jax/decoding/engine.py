@@ -17,13 +17,13 @@ from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.decoding.request import Name, Output, Piece, Request
-from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.decoding.warm_up import WarmUp
 from eagle3_jax.formats.packaged import AUTO
 from eagle3_jax.models.checkpoint import trees
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import machine, processes
+from eagle3_jax.runs.progress import Progress
 
 Asked = tuple[Name, Prompt, SamplingParams]
 
@@ -173,10 +173,10 @@ class Engine(EngineCore):
         that is measured to cost least. The caches are emptied.
 
         Args:
-            cache: a folder that makes the next start fast: JAX's persistent compilation cache, of this process from
-                now on, and the measured costs. None leaves JAX's setting, and measures.
-            progress: True shows bars, False nothing; a function gets lines of text, at most one every 15 seconds of a
-                stage.
+            cache: a folder that makes the next start fast: the measured costs, and what is compiled from now on,
+                unless JAX's own setting names a folder. None measures; programs stay where `load_target` keeps them.
+            progress: True shows bars on a terminal and lines elsewhere, False nothing; a function gets the lines, at
+                most one every 15 seconds of a stage.
             greedy_alone: leaves out the costs of requests with a temperature or other sampling parameters.
             background: returns as soon as requests are answered without a compilation, by rounds of the whole batch,
                 without drafts or with the default ones. A thread of low priority compiles the rest. It measures while

@@ -13,8 +13,8 @@ from eagle3_jax.decoding.engine import GREEDY, Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.decoding.request import QueueFullError, Request
-from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.runs import processes
+from eagle3_jax.runs.progress import Progress
 
 
 class EnginePool:

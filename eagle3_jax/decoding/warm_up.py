@@ -18,8 +18,9 @@ from eagle3_jax.decoding.choice import costs
 from eagle3_jax.decoding.choice.tiers import Costs, Tier, TierChoice
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.runner import Call, ModelRunner
-from eagle3_jax.decoding.steps import Progress, steps
+from eagle3_jax.decoding.steps import steps
 from eagle3_jax.runs import command, machine
+from eagle3_jax.runs.progress import Progress
 
 # `EngineLoop.lend`, or what stands for it where no request can come.
 Lender = Callable[[Callable[[], object]], contextlib.AbstractContextManager[Callable[[], object]]]

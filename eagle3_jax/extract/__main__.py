@@ -29,7 +29,7 @@ from eagle3_jax.extract import mixing, pipeline
 from eagle3_jax.extract.hidden_states import choose_lengths
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models import mesh_advice
-from eagle3_jax.models.checkpoint.fetch import Target, cache_folder, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.inference_layout import for_many_rows
 from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb from its command line."""
     config, _ = command_line.read("extract", argv)
     with command.run("extract"):
-        machine.keep_programs_of(config.run_dir, cache_folder())
+        machine.keep_programs_in_bucket(config.run_dir)
         extract(config)
 
 

@@ -1,4 +1,7 @@
-"""The environment variables of a verb's process. A program that imports the package keeps its own."""
+"""The environment variables of a verb's process. A program that imports the package keeps its own.
+
+One is set for a program too, where it did not set it: the level of XLA's log.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,32 @@ def begins_verb() -> bool:
 
 def prepare() -> None:
     """Sets the variables that the user left open; call it before JAX is imported, which reads them."""
-    if machine.has_tpu():  # warnings of libtpu, of its links and of the coordinator say why a host fails or hangs
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-        os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "1")
-    # XLA logs two errors of 2,000 characters for every program from a CPU's compilation cache: the machine that
-    # compiled it allegedly misses "features" such as prefer-no-gather. Real failures raise.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    silence_xla()
     os.environ.setdefault(*_NO_ADVICE)
     if _has_cpu_alone():
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an installed libtpu takes time, and warns without a TPU
+
+
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+
+
+def silence_xla() -> None:
+    """Sets the level of XLA's log, unless it is set, or jaxlib, which reads it once, is imported.
+
+    XLA logs two errors of 2,000 characters for every program from a CPU's compilation cache: the machine that compiled
+    it allegedly misses "features" such as prefer-no-gather. Real failures raise.
+    """
+    if "jaxlib" in sys.modules:
+        return
+    if machine.has_tpu():  # warnings of libtpu, of its links and of the coordinator say why a host fails or hangs
+        os.environ.setdefault(_LOG_LEVEL, "1")
+        os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "1")
+    os.environ.setdefault(_LOG_LEVEL, "3")
+
+
+def xla_is_silent() -> bool:
+    """Tells whether XLA logs no errors."""
+    return os.environ.get(_LOG_LEVEL, "") >= "3"
 
 
 # transformers warns at its import that there is no PyTorch, which no verb needs; Presidio imports it too.

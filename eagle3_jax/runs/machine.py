@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.metadata
 import os
 import pathlib
@@ -15,6 +16,7 @@ from typing import Any
 from eagle3_jax.runs.bucket import addresses
 
 _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
+_chosen: str | None = None  # the folder that `keep_programs` set
 _LOW_PRIORITY = 10  # a "nice" value: about a tenth of a processor that others want too
 
 
@@ -56,32 +58,52 @@ def has_tpu() -> bool:
     )
 
 
-def keep_programs(folder: str | pathlib.Path) -> None:
-    """Keeps what this process compiles from now on in a folder: JAX's persistent compilation cache."""
-    import jax
+def keep_programs(folder: str | pathlib.Path | None, *, small: bool = True) -> None:
+    """Keeps what this process compiles from now on in a folder, by JAX's persistent compilation cache.
 
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def keep_programs_of(run_dir: str, own: pathlib.Path) -> None:
-    """Keeps this process's programs for later starts, unless the user chose a folder.
-
-    On a TPU host a run in a bucket has them beside it, since a reclaimed host takes its disk along.
+    A folder that the user chose by JAX's own setting stays. Machine code of another processor may not run, and machines
+    may share a folder: each kind has one in it.
 
     Args:
-        own: the folder of this machine.
+        folder: None keeps nothing.
+        small: also keeps what compiles faster than JAX's `jax_persistent_cache_min_compile_time_secs`.
+    """
+    global _chosen
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    settings: Any = jax.config
+    if folder is None:
+        settings.update("jax_enable_compilation_cache", False)
+        return
+    if settings.jax_compilation_cache_dir not in (None, _chosen):
+        return
+    _chosen = str(pathlib.Path(folder) / _processor())
+    settings.update("jax_compilation_cache_dir", _chosen)
+    compilation_cache.reset_cache()  # or programs still go where the first one went
+    if small:
+        settings.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _processor() -> str:
+    """Hashes this processor's instructions."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:8]
+
+
+def keep_programs_in_bucket(run_dir: str) -> None:
+    """Keeps a TPU host's programs beside its run in a bucket: a reclaimed host takes its disk along.
+
+    Does nothing elsewhere, or where the user chose a folder by JAX's own setting.
     """
     import jax
 
     settings: Any = jax.config
-    if settings.jax_compilation_cache_dir:
-        return
-    if has_tpu() and addresses.is_address(run_dir):  # programs of CPUs are of one kind of CPU
-        # Programs that take less than a second, which is JAX's limit, take as long to fetch.
+    # Programs of CPUs are of one kind of CPU. Those that take less than a second, JAX's limit, take as long to fetch.
+    if has_tpu() and addresses.is_address(run_dir) and not settings.jax_compilation_cache_dir:
         settings.update("jax_compilation_cache_dir", str(addresses.path_of(run_dir) / "programs"))
-    else:
-        keep_programs(own / "programs")
 
 
 def release_freed() -> None:

@@ -24,7 +24,7 @@ from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, chosen_draft
 from eagle3_jax.mesh import make_mesh, own_replica, row_processes
-from eagle3_jax.models.checkpoint.fetch import cache_folder, load_target
+from eagle3_jax.models.checkpoint.fetch import keep_programs, load_target
 from eagle3_jax.runs import command, machine, processes
 from eagle3_jax.runs.command_line import Parser
 from eagle3_jax.serve import alike
@@ -172,15 +172,16 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     start = time.monotonic()
     settings, trees = config.serve, config.serve.trees
     alike.check(config)
-    folder = pathlib.Path(settings.warm_up_folder or cache_folder() / "programs").expanduser()
-    keeps = settings.warm_up_folder != "none"
-    if keeps:
+    if settings.warm_up_folder is None:
+        folder = keep_programs(small=True)
+    else:
+        folder = None if settings.warm_up_folder == "none" else pathlib.Path(settings.warm_up_folder).expanduser()
         machine.keep_programs(folder)  # those that load and pack weights too
     replica = own_replica(make_mesh(config.mesh))
     if settings.adapt is not None and (len(replica.rows) > 1 or processes.count() > 1):
         got = f"{len(replica.rows)} replicas in {processes.count()} processes"
         raise ValueError(f"serve.adapt: got it for {got}, expected one in one, such as --dp-size 1")
-    target = load_target(config.target, replica.mesh if replica.mesh.size > 1 else None)
+    target = load_target(config.target, replica.mesh if replica.mesh.size > 1 else None, progress=say)
     draft = settings.draft
     if draft is None:
         draft, _ = chosen_draft(None, config.folder("export"), target)
@@ -200,7 +201,7 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     ]
     pool = EnginePool(engines, settings.queue_limit)
     say(f"loaded after {time.monotonic() - start:.0f} s")
-    pool.warm_up(folder if keeps else None, progress=say, background=True)
+    pool.warm_up(folder, progress=say, background=True)
     say(f"ready after {time.monotonic() - start:.0f} s")
     return pool
 

@@ -27,7 +27,7 @@ from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, put, replicated, shardings
 from eagle3_jax.models import fp8, mesh_advice
-from eagle3_jax.models.checkpoint.fetch import Target, cache_folder, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.inference_layout import for_many_rows
@@ -400,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb from its command line."""
     config, _ = command_line.read("train", argv)
     with command.run("train"):
-        machine.keep_programs_of(config.run_dir, cache_folder())
+        machine.keep_programs_in_bucket(config.run_dir)
         results = train(config)
         if results["held_out"]:
             accuracy = ", ".join(f"{x:.3f}" for x in results["held_out"]["accuracy"])

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+import re
 import types
 from typing import Any
 
@@ -17,6 +18,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.text import end_ids
+from eagle3_jax.runs import progress
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 LETTERS = "abcdefghijklmnopqrstuvw"  # token 23 is special
@@ -112,6 +114,15 @@ def test_nothing_compiles_once_warm(speculative):
             PROMPTS[:count], SamplingParams(max_tokens=count, temperature=float(count % 2), logprobs=1)
         )
     assert speculative.stats().programs == before
+
+
+def test_the_first_answer_says_that_it_compiles_and_the_next_one_nothing(toy, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    engine = make(toy)
+    for expected in (["prefill", "decode"], []):
+        engine.generate([PROMPTS[0]])
+        said = capsys.readouterr().err
+        assert re.findall(r"^eagle3_jax: compiling (\w+) \(first call\): \d+ s$", said, re.MULTILINE) == expected
 
 
 @pytest.mark.slow

@@ -1,16 +1,9 @@
-"""Progress lines of a long start."""
+"""A warm-up ends between two steps."""
 
 import pytest
 
 from eagle3_jax.decoding import steps
 from eagle3_jax.runs import command
-
-
-def test_a_log_is_told_at_the_beginning_and_now_and_then(monkeypatch):
-    now, said = iter([0.0, 0.0, 9.0, 16.0, 16.0, 20.0]), []
-    monkeypatch.setattr(steps.time, "monotonic", lambda: next(now))
-    assert list(steps.steps("abcd", "compile", "program", said.append)) == ["a", "b", "c", "d"]
-    assert said == ["compile: 0 of 4 programs", "compile: 2 of 4 programs"]
 
 
 @pytest.mark.parametrize("progress", [False, lambda _: None])

@@ -106,3 +106,10 @@ def test_nobody_hears_that_there_is_no_pytorch(imported):
     else:
         code += f"with environment.importing_transformers(): {imported}\n"
         assert run("-c", code + "print(os.environ.get('TRANSFORMERS_NO_ADVISORY_WARNINGS'))") == "None\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "level"), [("", "3"), ("import jax", "1"), ("os.environ[L] = '0'", "0")])
+def test_an_import_silences_xla_where_it_still_can(first, level):
+    code = f"import os; L = 'TF_CPP_MIN_LOG_LEVEL'\n{first}\nimport eagle3_jax; print(os.environ[L])"
+    assert run("-c", code) == f"{level}\n"

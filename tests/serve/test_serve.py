@@ -1,5 +1,6 @@
 """The verb: flags and refusals, and a process that starts, answers, and ends at SIGTERM with what it began."""
 
+import functools
 import pathlib
 import signal
 import socket
@@ -217,18 +218,23 @@ def test_requests_are_logged_for_who_asks_for_that():
 
 
 def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path))
     asked: list[Any] = []
-    monkeypatch.setattr(machine, "keep_programs", lambda folder: asked.append(("keep", folder)))
-    monkeypatch.setattr(serve, "load_target", lambda *_: asked.append("load") or Target.__new__(Target))
+
+    def keep(folder, *, small=True):
+        asked.append(("keep", folder))
+        return folder
+
+    monkeypatch.setattr(machine, "keep_programs", keep)
+    monkeypatch.setattr(serve, "keep_programs", functools.partial(keep, tmp_path / "programs"))
+    monkeypatch.setattr(serve, "load_target", lambda *_, progress: progress("read") or Target.__new__(Target))
     monkeypatch.setattr(Engine, "load", lambda *_, **__: Engine.__new__(Engine))
     monkeypatch.setattr(Engine, "warm_up", lambda self, folder, **_: asked.append(("warm up", folder)))
     for more, folder in (([], tmp_path / "programs"), (["--serve.warm-up-folder", "here"], pathlib.Path("here"))):
-        serve.load(serve.configure(["--target", "a", "--dp-size", "1", *more]))
-        assert asked == [("keep", folder), "load", ("warm up", folder)]
+        serve.load(serve.configure(["--target", "a", "--dp-size", "1", *more]), asked.append)
+        assert [said for said in asked if "after" not in said] == [("keep", folder), "read", ("warm up", folder)]
         asked.clear()
     serve.load(serve.configure(["--target", "a", "--dp-size", "1", "--serve.warm-up-folder", "none"]))
-    assert asked == ["load", ("warm up", None)]
+    assert asked == [("keep", None), ("warm up", None)]
 
 
 def test_the_longest_client_timeout_is_one_of_the_socket():

@@ -32,9 +32,11 @@ from eagle3_jax.models.inference_layout import Matrix, Product, for_inference, p
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import machine, processes
+from eagle3_jax.runs.progress import told
 
 # Tokens of each sequence in measured rounds.
 MEASURED_LENGTH = 256
+_SILENCE = contextlib.nullcontext()
 
 
 @runtime_checkable
@@ -105,6 +107,7 @@ class ModelRunner:
         self._empty_state = jax.jit(make, out_shardings=place)
         self._state: State | None = None
         self._ready: dict[tuple[Any, ...], Callable[..., Any]] = {}  # compiled ahead, by name and form
+        self._called: set[tuple[Any, ...]] = set()  # those of others
         self._example: State | None = None  # a state without its memory, for `compile`
 
     def replace_draft(self, draft: Draft) -> None:
@@ -142,7 +145,7 @@ class ModelRunner:
         """Verifies with this target, see `packed_target`, from the next call on. The state stays."""
         dtypes, before = ([leaf.dtype for leaf in jax.tree.leaves(one)] for one in (target, self.target))
         if dtypes != before:
-            self._ready = {}  # its programs read matrices in bfloat16
+            self._ready, self._called = {}, set()  # its programs read matrices in bfloat16
         self.target = target
         self._pad()
 
@@ -333,9 +336,11 @@ class ModelRunner:
 
     def _run(self, call: Call) -> Any:
         """Runs a program on the state; returns what else it returns."""
-        program = self._ready.get((call.name, *call.form))
+        program = self._ready.get(key := (call.name, *call.form))
+        first = program is None and key not in self._called
+        self._called.add(key)
         program = program or functools.partial(getattr(programs, call.name), **call.static)
-        with self._running() as state:
+        with self._running() as state, told(f"compiling {call.name} (first call)") if first else _SILENCE:
             result = program(*call.arguments(state))
             self._state, report = result if isinstance(result, tuple) else (result, None)
         return report

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import typing
 import zipfile
 from collections.abc import Collection
 from typing import Any
@@ -40,9 +41,11 @@ from eagle3_jax.models.checkpoint.load import file_digests, load_model, weight_f
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.mesh_advice import uneven_heads
 from eagle3_jax.models.target import ModelConfig, TargetModel
-from eagle3_jax.runs import disk, environment, manifest, processes
+from eagle3_jax.runs import disk, environment, machine, manifest, processes
+from eagle3_jax.runs.progress import Progress, shown
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+_BESIDE = "config.json, tokenizer.json and tokenizer_config.json beside the weights"
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _NEVER_GENERIC = ("qwen2",)  # types whose tokenizers transformers gives a class of its own, whatever a folder names
 _TIMEOUT = 10.0  # seconds to wait for a hub's first answer
@@ -102,13 +105,17 @@ def load_target(
     mesh: jax.sharding.Mesh | None = None,
     *,
     only: Collection[str] | None = None,
+    progress: Progress = True,
 ) -> Target:
     """Fetches a target if it is not local, checks it, and loads it onto devices.
+
+    From then on this process keeps what it compiles for the next one (`keep_programs`).
 
     Args:
         config: a name, a hub id, a folder, or a TargetConfig.
         mesh: the devices; None is the default one.
         only: the parameters to load, see `load_model`; None is all of them.
+        progress: shows what is read, see `runs.progress`.
 
     Returns:
         The model in `TargetConfig.dtype` and `weights`, its tokenizer, its identity (digests of the checkpoint's
@@ -119,6 +126,7 @@ def load_target(
         WeightsError, ValueError: see `load_model`, `read_shape`.
     """
     config = target_config(config)
+    keep_programs()
     if config.weights == "stored" and (packaged := packaged_model(config.name)):
         config = dataclasses.replace(config, weights=packaged.weights, quantise_vocabulary=True)
     folder = fetch(config.name)
@@ -131,7 +139,8 @@ def load_target(
     if sizes != expected:
         raise TargetError(f"{folder}: got weight files of {sizes} bytes, process 0 has {expected}; remove the folder")
     # Hundreds of GB: the processes share the reading.
-    shares = processes.gather({path.name: disk.digest(path) for path in processes.share(weight_files(folder))})
+    own = shown(processes.share(weight_files(folder)), "check", "file", progress)
+    shares = processes.gather({path.name: disk.digest(path) for path in own})
     files = {name: digest for share in shares for name, digest in share.items()}
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
@@ -146,6 +155,7 @@ def load_target(
         only=only,
         weights=config.weights,
         quantise_vocabulary=config.quantise_vocabulary,
+        progress=progress,
     )
     return Target(model, tokenizer, identity, folder)
 
@@ -168,7 +178,10 @@ def read_config(folder: disk.Path, aux_layers: tuple[int, ...] | None = None) ->
     """
     path = folder / "config.json"
     if not path.exists():
-        raise TargetError(f"{folder}: expected a Hugging Face folder, config.json is missing")
+        held = ", ".join(sorted(child.name for child in folder.iterdir())[:4]) or "nothing"
+        raise TargetError(
+            f"target.name: {folder}: got {held}, expected a folder with {_BESIDE}; config.json is missing"
+        )
     values = disk.read_json(path)
     generation = folder / "generation_config.json"
     if generation.exists() and (more := disk.read_json(generation).get("eos_token_id")) is not None:
@@ -233,8 +246,7 @@ def fetch(
     if (given := disk.path_of(name)).is_dir():
         return given
     if given.suffix == GGUF and given.is_file():
-        beside = "a folder that holds it beside config.json and the tokenizer of its model"
-        raise TargetError(f"{field}: {name}: got a file, expected {beside}")
+        raise TargetError(f"{field}: {name}: got a file, expected a folder with {_BESIDE}")
     if disk.is_remote(name):
         raise TargetError(f"{field}: got {name!r}, no such folder in the bucket; expected {expected}")
     cached = cache_folder() / name.lower()
@@ -314,6 +326,20 @@ def commit_of(folder: disk.Path) -> str | None:
 def cache_folder() -> pathlib.Path:
     """Returns the cache of converted models: $EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax."""
     return pathlib.Path(os.environ.get("EAGLE3_JAX_CACHE") or pathlib.Path.home() / ".cache" / "eagle3_jax")
+
+
+def keep_programs(*, small: bool = False) -> pathlib.Path:
+    """Keeps what is compiled in the cache, unless the user chose a folder by JAX's setting. Returns the cache's folder.
+
+    A CPU's are not kept where XLA would log errors for each of them, see `environment.silence_xla`.
+
+    Args:
+        small: also keeps what compiles within a second; a program of a user may have thousands.
+    """
+    folder, settings = cache_folder() / "programs", typing.cast(Any, jax.config)
+    if settings.jax_compilation_cache_dir is None and (environment.xla_is_silent() or jax.default_backend() != "cpu"):
+        machine.keep_programs(folder, small=small)
+    return folder
 
 
 def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:

@@ -37,6 +37,7 @@ from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import disk, processes
 from eagle3_jax.runs.disk import digest, read_json
+from eagle3_jax.runs.progress import Progress, shown
 
 INDEX = "model.safetensors.index.json"
 _ROWS = 8192  # rows of two tensors compared at a time
@@ -57,6 +58,7 @@ def load_model(
     only: Collection[str] | None = None,
     weights: Weights | None = None,
     quantise_vocabulary: bool = False,
+    progress: Progress = True,
 ) -> TargetModel:
     """Loads a checkpoint folder, tensor by tensor, directly into the model's layout and sharding.
 
@@ -66,6 +68,7 @@ def load_model(
         only: paths of the parameters to load; the others are checked but stay `jax.ShapeDtypeStruct`s.
         weights, quantise_vocabulary: see `TargetConfig`. Each matrix is quantised on its devices before the next one is
             read.
+        progress: shows how many tensors are read, see `runs.progress`.
 
     Raises:
         WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name; an LM head that
@@ -141,9 +144,10 @@ def load_model(
             return value
         return jax.block_until_ready(quantised(name, value, weights, vocabulary=quantise_vocabulary))
 
-    if placement is None:
-        return jax.tree_util.tree_map_with_path(read, abstract)
-    return jax.tree_util.tree_map_with_path(read, abstract, placement)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    places = [None] * len(leaves) if placement is None else structure.flatten_up_to(placement)
+    each = shown(list(zip(leaves, places, strict=True)), "load", "tensor", progress)
+    return structure.unflatten([read(path, leaf, place) for (path, leaf), place in each])
 
 
 def save_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None:

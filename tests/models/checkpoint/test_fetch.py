@@ -401,3 +401,19 @@ def test_cache_that_was_altered(no_hub, change):
     name = "more.safetensors" if change == "added" else "model.safetensors"
     with pytest.raises(fetch.TargetError, match=rf"{NAME}: altered since it was cached: {name}; remove"):
         fetch.load_target(config, only=())
+
+
+def test_a_process_that_loads_a_target_keeps_its_programs(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(fetch, "keep_programs", lambda: asked.append("keep"))
+    fetch.load_target(str(tiny.write_target(tmp_path)), only=())
+    assert asked == ["keep"]
+
+
+def test_a_folder_without_config_says_what_it_has_and_what_is_missing(tmp_path):
+    for name, held in (("model.gguf", "nothing"), ("a.txt", "model.gguf"), ("b.txt", "a.txt, model.gguf")):
+        with pytest.raises(
+            fetch.TargetError, match=f"target.name: .*: got {held}, expected .*; config.json is missing"
+        ):
+            fetch.read_config(tmp_path)
+        (tmp_path / name).touch()

@@ -17,6 +17,7 @@ from eagle3_jax.models.checkpoint import load, ranges
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.target import TargetModel
+from eagle3_jax.runs import progress
 
 CONFIG = tiny.llama_config(num_hidden_layers=2, tie_word_embeddings=False, aux_layers=(0, 1, 2))
 
@@ -98,6 +99,13 @@ def test_only_what_is_asked_for_is_read(folder):
             np.testing.assert_array_equal(leaf, whole[name])
         else:
             assert isinstance(leaf, jax.ShapeDtypeStruct), name
+
+
+def test_who_asks_is_told_how_far_it_is(folder, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    said = []
+    count = len(leaves(load_model(folder, CONFIG, jnp.float32, progress=said.append)))
+    assert said == [f"load: {number} of {count} tensors" for number in range(count)]
 
 
 def split(folder, drop=()):

@@ -1,0 +1,40 @@
+"""Work that takes long is shown: on a terminal, in a log, and to who asks for lines."""
+
+import pytest
+
+from eagle3_jax.runs import progress
+
+
+def clock(monkeypatch, *times: float) -> None:
+    now = iter(times)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+
+
+def test_a_function_is_told_at_the_beginning_and_now_and_then(monkeypatch):
+    clock(monkeypatch, 0.0, 0.0, 9.0, 16.0, 16.0, 20.0)
+    said = []
+    assert list(progress.shown("abcd", "compile", "program", said.append)) == ["a", "b", "c", "d"]
+    assert said == ["compile: 0 of 4 programs", "compile: 2 of 4 programs"]
+
+
+def test_a_log_is_told_what_takes_long_and_no_more(monkeypatch, capsys):
+    clock(monkeypatch, 0.0, 0.0, 9.0, 16.0, 16.0, 20.0)
+    assert list(progress.shown("abcd", "load", "tensor", True)) == ["a", "b", "c", "d"]
+    assert capsys.readouterr().err == "load: 2 of 4 tensors\n"
+    assert list(progress.shown("abcd", "load", "tensor", False)) == ["a", "b", "c", "d"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    assert list(progress.shown("abcd", "load", "tensor", True)) == ["a", "b", "c", "d"]
+    assert "load: 100%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("patience", "said"), [(60.0, ""), (0.0, "eagle3_jax: compiling: 0 s\n")])
+def test_what_is_soon_done_is_not_told(monkeypatch, capsys, patience, said):
+    monkeypatch.setattr(progress, "_PATIENCE", patience)
+    monkeypatch.setattr(progress.threading.Timer, "start", lambda timer: timer.function(*timer.args) if said else None)
+    with progress.told("compiling"):
+        pass
+    assert capsys.readouterr().err == "eagle3_jax: compiling ...\n" * bool(said) + said
