@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from eagle3_jax.serve.__main__ import configure, load
 from eagle3_jax.serve.app import make_app
+from eagle3_jax.serve.defaults import sampling_defaults
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
@@ -25,7 +26,8 @@ def app(arguments: dict[str, str]) -> serve.Application:
     settings = config.serve
 
     def build() -> Starlette:  # on the replica, which answers when this returns
-        return make_app(load(config, print), settings.model_name or config.target.name, settings, keys=())
+        name, defaults = settings.model_name or config.target.name, sampling_defaults(config)
+        return make_app(load(config, print), name, settings, keys=(), defaults=defaults)
 
     class Server:
         """The replica; its routes are the application's."""

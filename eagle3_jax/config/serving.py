@@ -171,6 +171,9 @@ class ServeConfig:
         adapt: learns while it serves (`--adapt`); None serves the head as it is.
         queue_limit: most requests that wait for a slot, of all replicas.
         max_length: longest prompt and answer together, in tokens.
+        generation_config: sampling parameters of requests that leave them out: "auto" takes the target's
+            generation_config.json, a folder its own; "vllm" takes none (vLLM's word), so that temperature is 1. Its
+            `max_new_tokens` limits every answer.
         memory_fraction: share of the device's memory for weights and caches; None makes room for the whole batch at
             `max_length`.
         warm_up_folder: folder of compiled programs and measured costs, which make the next start fast; None is a folder
@@ -200,6 +203,7 @@ class ServeConfig:
     adapt: AdaptConfig | None = None
     queue_limit: Count = 256
     max_length: Annotated[int, Field(ge=2)] = 2048
+    generation_config: str = "auto"
     memory_fraction: Proper | None = None
     warm_up_folder: str | None = None
     api_key_variable: str | None = None

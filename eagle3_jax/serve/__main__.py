@@ -28,6 +28,7 @@ from eagle3_jax.models.checkpoint.fetch import keep_programs, load_target
 from eagle3_jax.runs import command, machine, processes
 from eagle3_jax.runs.command_line import Parser
 from eagle3_jax.serve import alike
+from eagle3_jax.serve.defaults import sampling_defaults
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ADAPT = "serve.adapt"
@@ -45,6 +46,7 @@ _FLAGS = {
     "--draft": "serve.draft",
     "--speculative-draft-model-path": "serve.draft",
     "--speculative-draft-model-quantization": "serve.draft_weights",
+    "--generation-config": "serve.generation_config",
     "--host": "serve.host",
     "--port": "serve.port",
     "--mem-fraction": "serve.memory_fraction",
@@ -297,13 +299,16 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
 
     def make() -> Any:
         say(f"loading; {url}/health is 200 when it answers")
+        defaults = sampling_defaults(config)
+        taken = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "temperature 1"
+        processes.say(f"eagle3_jax.serve: sampling, where a request leaves it open: {taken}; see --generation-config")
         pool = load(config, say)
         if processes.count() > 1:
             rows = row_processes(make_mesh(config.mesh))
             engines = led.enter_context(hosts.lead(pool.engines, rows, lose))
             pool = EnginePool(engines, settings.queue_limit)
         pools.append(pool)
-        return make_app(pool, settings.model_name or config.target.name, settings, keys)
+        return make_app(pool, settings.model_name or config.target.name, settings, keys, defaults)
 
     opening = Opening(make, lambda: print(f"{url}/v1 answers", flush=True))
     with contextlib.ExitStack() as led:  # ends the other processes

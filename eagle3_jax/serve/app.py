@@ -8,7 +8,8 @@ import contextlib
 import importlib.resources
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from starlette.applications import Starlette
@@ -43,15 +44,22 @@ _ENDING = 5.0  # seconds to wait for aborted requests at shutdown
 _log = logging.getLogger(__name__)
 
 
-def make_app(pool: EnginePool, model: str, settings: ServeConfig, keys: Sequence[str] = ()) -> Starlette:
+def make_app(
+    pool: EnginePool,
+    model: str,
+    settings: ServeConfig,
+    keys: Sequence[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> Starlette:
     """Makes the ASGI application.
 
     Args:
         pool: used by this application alone; warmed up, at least so far that no request waits for a compilation.
         model: the model's name for clients.
         keys: accepted API keys; empty turns authentication off.
+        defaults: sampling parameters of requests that leave them out, see `sampling_defaults`.
     """
-    server = _Server(pool, model, settings)
+    server = _Server(pool, model, settings, defaults)
     api = [
         Route("/chat/completions", server.chat, methods=["POST"]),
         Route("/completions", server.complete, methods=["POST"]),
@@ -77,8 +85,8 @@ def make_app(pool: EnginePool, model: str, settings: ServeConfig, keys: Sequence
 class _Server:
     """The routes' handlers and their shared state."""
 
-    def __init__(self, pool: EnginePool, model: str, settings: ServeConfig) -> None:
-        self.pool, self.model, self.settings = pool, model, settings
+    def __init__(self, pool: EnginePool, model: str, settings: ServeConfig, defaults: Mapping[str, Any]) -> None:
+        self.pool, self.model, self.settings, self.defaults = pool, model, settings, defaults
         self.metrics = Metrics(*pool.engines)
         self._tokens = Tokens(pool.tokenizer)
         self._created = int(time.time())
@@ -132,7 +140,7 @@ class _Server:
         settings, arrived = self.settings, time.monotonic()
         body = protocol.read(kind, await read_body(request, settings.max_body_bytes, settings.client_timeout))
         self._check_model(body.model)
-        params = body.params(self.pool.max_length)
+        params = body.params(self.pool.max_length, self.defaults)
         if (count := body.answers * len(body.prompts)) > settings.queue_limit:
             got = f"n: got {count} answers" if body.answers > 1 else f"prompt: got {count} prompts"
             raise protocol.refusal(ValueError(f"{got}, expected at most {settings.queue_limit} (serve.queue_limit)"))

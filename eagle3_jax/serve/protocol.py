@@ -157,7 +157,7 @@ class RequestBody(pydantic.BaseModel):
     Attributes:
         field: name of the field with the prompt.
         n: answers to each prompt.
-        temperature: 1.0 by default, as OpenAI's; the engine's own default is greedy.
+        temperature: by default the server's (`serve.generation_config`), else 1.0, as OpenAI's; the engine's own is 0.
         seed: drawn by default, and for -1 (as in vLLM); equal seeds give equal answers.
         drafts: false decodes without drafts, for comparison (`Engine.submit`).
         adapt: false lets no head learn from the request (`serve.adapt`).
@@ -223,11 +223,12 @@ class RequestBody(pydantic.BaseModel):
         """True if the events of a stream describe drafts."""
         return bool(self.stream_options and self.stream_options.include_drafts)
 
-    def params(self, longest: int) -> SamplingParams:
+    def params(self, longest: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """Makes the sampling parameters of each answer.
 
         Args:
             longest: default of `max_tokens`; the engine ends an answer at its context's end.
+            defaults: of fields that the body leaves out; `max_tokens` limits every answer, as in vLLM.
 
         Raises:
             ApiError: the engine refuses a parameter.
@@ -235,15 +236,16 @@ class RequestBody(pydantic.BaseModel):
         fields = ("min_tokens", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         given = {field: getattr(self, field) for field in (*fields, "logit_bias", "stop", "ignore_eos")}
         given |= {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "max_tokens": longest if self.max_tokens is None else self.max_tokens,
+            "temperature": self.temperature,
+            "max_tokens": min(self.max_tokens or longest, defaults.get("max_tokens", longest)),
             "top_k": 0 if self.top_k == -1 else self.top_k,  # other servers take both for "off"
             "seed": secrets.randbits(32) if self.seed in (None, -1) else self.seed,
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "logprobs": self.requested_logprobs,
         }
+        whole: dict[str, Any] = {"temperature": 1.0, **defaults}
         try:
-            return SamplingParams(**{field: value for field, value in given.items() if value is not None})
+            return SamplingParams(**whole | {field: value for field, value in given.items() if value is not None})
         except ValueError as error:
             raise refusal(error) from error
 

@@ -625,6 +625,14 @@ def test_the_documented_client_works(served, capsys):
     assert capsys.readouterr().out.strip()
 
 
+def test_the_server_s_defaults_fill_what_a_request_leaves_out(serving):
+    with serving(defaults={"temperature": 0.0, "max_tokens": 5}) as served:
+        answer = served.client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"ignore_eos": True})
+        assert answer.usage.completion_tokens == 5
+        own = expected(served, MESSAGES, max_tokens=5, ignore_eos=True)
+        assert answer.choices[0].message.content == own.text
+
+
 def test_the_curl_of_the_readme_answers_within_a_screen(served):
     (command,) = re.findall(r"^    (curl .*\\\n.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     _, url, *options = shlex.split(command.replace("\\\n", " "))

