@@ -58,6 +58,7 @@ __all__ = [
 # number broadcast, as in gradients of sums. 0.12.0.1 does so too, but tests show that no round or training step has
 # such a call under 0.10.1 or 0.12.0.1. The versions between them are untested.
 _WRONG_ON_CPU = frozenset({"0.10.2", "0.11.0", "0.11.1", "0.11.2", "0.12.0"})
+_RIGHT = ">=0.10.1,!=0.10.2,!=0.11.*,!=0.12.0"
 
 
 def _refuse_wrong_results(jaxlib: str, platforms: str) -> None:
@@ -65,7 +66,7 @@ def _refuse_wrong_results(jaxlib: str, platforms: str) -> None:
     if jaxlib in _WRONG_ON_CPU and platforms.split(",")[0] in ("", "cpu"):
         raise ImportError(
             f"jaxlib: got {jaxlib}, whose results on CPUs are wrong or unproven (docs/how-it-is-exact.md), expected "
-            "0.10.1, or 0.12.0.1 and later: pip install 'jax>=0.10.1,!=0.10.2,!=0.11.*,!=0.12.0'. "
+            f"0.10.1, or 0.12.0.1 and later: pip install --upgrade 'jax{_RIGHT}' 'jaxlib{_RIGHT}'. "
             "On an accelerator, name it in JAX_PLATFORMS."
         )
 

@@ -135,9 +135,9 @@ def test_a_jaxlib_that_is_wrong_on_cpus_is_refused(jaxlib, platforms):
 def test_what_is_refused_is_not_required():
     """Neither by the package nor by its extra for TPUs."""
     project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    for text in (project["dependencies"][0], *project["optional-dependencies"]["tpu"]):
-        requirement = Requirement(text)
-        assert requirement.name == "jax"
+    of_jax = [text for text in project["dependencies"] if text.startswith("jax") and "typing" not in text]
+    assert of_jax == [f"{name}{eagle3_jax._RIGHT}" for name in ("jax", "jaxlib")], "what the refusal says to install"
+    for requirement in map(Requirement, (*of_jax, *project["optional-dependencies"]["tpu"])):
         assert not [version for version in eagle3_jax._WRONG_ON_CPU if version in requirement.specifier]
         assert "0.10.1" in requirement.specifier and "0.12.0.1" in requirement.specifier
 

@@ -73,6 +73,18 @@ ticker() {
   if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
 }
 
+# beating COMMAND...: runs it; a log is told every 15 seconds that it still runs.
+beating() {
+  local start=$SECONDS status=0 beat=""
+  if [[ ! -t 2 ]]; then
+    while sleep 15; do echo "... $((SECONDS - start)) s so far" >&2; done &
+    beat=$!
+  fi
+  "$@" || status=$?
+  if [[ -n $beat ]]; then kill "$beat" && wait "$beat" 2>/dev/null || true; fi
+  return "$status"
+}
+
 # uv takes a tenth of pip's time. Where the PATH has none, pip installs the locked one beside the other packages.
 get_uv() {
   if command -v uv >/dev/null || [[ -x $VENV/bin/uv ]]; then return; fi
@@ -128,7 +140,7 @@ prepare_environment() {
   echo "Installing into $VENV (minutes the first time, only once) ..."
   rm -f "$VENV/.installed-$role$extra"
   get_uv
-  pip_install --require-hashes --requirement "requirements/$role.txt"
+  beating pip_install --require-hashes --requirement "requirements/$role.txt"
   # pip cannot hash a folder; everything that the build needs is installed by now.
   pip_install --no-build-isolation --no-deps --editable .
   if [[ -n $extra ]]; then pip_install --no-build-isolation --editable ".$extra"; fi

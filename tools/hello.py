@@ -1,6 +1,7 @@
 """Streams the same answers without drafts and with them, marks the accepted drafts, and prints the speed-up.
 
 The target that comes with the package answers from its 4 bits first; the same in float32 stands beside it as figures.
+Each prompt is answered in several turns, without drafts and with them alternately; the table has medians.
 
     .venv/bin/python tools/hello.py                                  # drafts of this package's head
     .venv/bin/python tools/hello.py --draft lookup                   # drafts copied from the text, without a head
@@ -13,8 +14,10 @@ and under NO_COLOR (https://no-color.org), the accepted drafts of a round are in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,18 +33,16 @@ from eagle3_jax.decoding.measure.compare import first_difference
 from eagle3_jax.decoding.text import Detokenizer
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, packaged_head
 from eagle3_jax.models.checkpoint.fetch import Target, packaged_model
-from eagle3_jax.runs import command
+from eagle3_jax.runs import command, progress
 
-# Two edits, of text and of code, whose answers quote the prompt, and one question.
+# What a model of 135M parameters can do: a list, code that the answer quotes, and a question.
 PROMPTS = {
-    "edit": "Repeat this text word for word, but write Lisbon instead of Porto:\n\nOn Monday the train to Porto leaves "
-    "at nine. The ride to Porto takes three hours, and the seats by the window are the best ones. Bring your own bread "
-    "and cheese, because nothing is sold on the train to Porto.",
-    "code": "Rename the variable `total` to `price` in this function, and print the whole function:\n\n```python\n"
-    "def bill(items, tax):\n    total = 0\n    for item in items:\n        total = total + item.cost\n"
-    "    total = total * (1 + tax)\n    return total\n```",
-    "chat": "Why is the sky blue? Answer in three sentences.",
+    "list": "Write the numbers from 1 to 20, separated by commas.",
+    "code": "Explain this function in two sentences:\n\n```python\ndef add(a, b):\n    return a + b\n```",
+    "chat": "What is a program?",
 }
+TURNS = 3
+SPREAD = 0.2  # of a median, between the fastest and the slowest turn: more is noise
 MAX_TOKENS, MAX_LENGTH = 96, 512
 # Colours of depth 1, 2, ... out of a terminal's 256, yellow to green to blue; deeper drafts have the last one.
 _COLOURS = (220, 190, 154, 118, 84, 49, 45, 39)
@@ -96,6 +97,39 @@ def stream(
     return Streamed(output.token_ids, output.stats.counts, drafted, seconds)
 
 
+def median(turns: Sequence[Streamed]) -> Streamed:
+    """Returns an answer of several turns, with the median of their times. Raises ValueError: they differ."""
+    if any(turn.token_ids != turns[0].token_ids for turn in turns):
+        raise ValueError("answers: got another one in a later turn, expected the same")
+    return dataclasses.replace(turns[0], seconds=statistics.median(turn.seconds for turn in turns))
+
+
+def spread(turns: Sequence[Streamed]) -> float:
+    """Returns how far the times of turns differ, as a share of their median."""
+    seconds = [turn.seconds for turn in turns]
+    return (max(seconds) - min(seconds)) / statistics.median(seconds)
+
+
+def doubts(answers: Iterable[tuple[str, Streamed, Streamed]], spread: float) -> list[str]:
+    """Returns sentences about times that drafts cannot explain.
+
+    Args:
+        spread: see `spread`; the largest of all prompts.
+    """
+    found = []
+    for name, plain, fast in answers:
+        speedup = plain.seconds / fast.seconds
+        if speedup > fast.counts.tau:
+            found.append(f"{name}: {speedup:.2f}x is more than its {fast.counts.tau:.2f} tokens a round can give.")
+    if spread > SPREAD:
+        found.append(f"The turns of one answer differ by {spread:.0%}.")
+    return (
+        [*found, "So this machine is noisy: do not trust the speed-ups, and run it again when it is idle."]
+        if found
+        else []
+    )
+
+
 def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
     """Formats (name, without drafts, with them) of each prompt as a table, with a total."""
     rows = [("", "tokens/s without", "with drafts", "speed-up", "tau", "drafted", "identical")]
@@ -133,48 +167,69 @@ def main(argv: Sequence[str] | None = None) -> None:
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     with command.run("hello", resumes=False):
         print(f"Loading {arguments.target} ...", flush=True)
-        target = load_target(arguments.target)
+        with beating("loading"):
+            target = load_target(arguments.target)
         draft = arguments.draft or (AUTO if packaged_head(target) else LOOKUP)
         beside = packaged_model(arguments.target) is not None
         if beside:
-            run(load_target(TargetConfig(name=arguments.target, weights="stored")), draft, colours=colours)
+            print("A model of 135M parameters: watch the speed, not the wit.", flush=True)
+            with beating("loading its 4 bits"):
+                stored = load_target(TargetConfig(name=arguments.target, weights="stored"))
+            run(stored, draft, colours=colours)
             print("\nThe same in float32:\n", flush=True)
         run(target, draft, colours=colours, quiet=beside)
 
 
+def beating(what: str) -> contextlib.AbstractContextManager[None]:
+    """Tells a log that work goes on; a terminal has bars."""
+    return contextlib.nullcontext() if sys.stderr.isatty() else progress.told(what)
+
+
 def run(target: Target, draft: str, *, colours: bool, quiet: bool = False) -> None:
-    """Answers each prompt twice and compares; `quiet` shows the table alone.
+    """Answers each prompt both ways in turns and compares; `quiet` shows the table alone.
 
     Raises ValueError: a head of another target, or different answers.
     """
     start = time.monotonic()
     print("Compiling, and measuring what drafts cost here ...", flush=True)
-    vanilla = Engine.load(target, None, max_length=MAX_LENGTH, prefix_cache=False)
-    drafting = Engine.load(target, draft, max_length=MAX_LENGTH, prefix_cache=False)
-    params = SamplingParams(max_tokens=MAX_TOKENS)
-    for engine in (vanilla, drafting):
-        engine.warm_up(progress=sys.stderr.isatty(), greedy_alone=True)
-        engine.generate(["Hello!"], SamplingParams(max_tokens=16))  # wakes threads, allocators and caches
-    print(f"Ready after {time.monotonic() - start:.0f} s.")
+    with beating("compiling and measuring"):
+        vanilla = Engine.load(target, None, max_length=MAX_LENGTH, prefix_cache=False)
+        drafting = Engine.load(target, draft, max_length=MAX_LENGTH, prefix_cache=False)
+        for engine in (vanilla, drafting):
+            engine.warm_up(progress=sys.stderr.isatty(), greedy_alone=True)
+            engine.generate(["Hello!"], SamplingParams(max_tokens=16))  # wakes threads, allocators and caches
+    print(f"Ready after {time.monotonic() - start:.0f} s.", flush=True)
 
     def show(text: str) -> None:
-        if not quiet:
-            print(text, end="", flush=True)
+        print(text, end="", flush=True)
 
+    def silent(text: str) -> None:
+        pass
+
+    say = silent if quiet else show
     marked = "coloured, a colour for each depth" if colours else "in [brackets]"
     source = {LOOKUP: "copied from the text", AUTO: "of the head that comes with the package"}.get(
         draft, f"of the head {draft}"
     )
-    answers = []
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    answers, widest = [], 0.0
     for name, prompt in PROMPTS.items():
-        show(f"\n== {name}: {prompt}\n\n-- without drafts\n")
-        plain = stream(vanilla, prompt, params, show, colours=colours)
-        show(f"\n\n-- with drafts {source}; the accepted ones are {marked}\n")
-        fast = stream(drafting, prompt, params, show, colours=colours)
-        show("\n")
-        answers.append((name, plain, fast))
-    print(f"\n{table(answers)}")
+        turns: dict[Engine, list[Streamed]] = {vanilla: [], drafting: []}
+        say(f"\n== {name}: {prompt}\n\n-- without drafts\n")
+        if not quiet:
+            turns[vanilla].append(stream(vanilla, prompt, params, say, colours=colours))
+            say(f"\n\n-- with drafts {source}; the accepted ones are {marked}\n")
+            turns[drafting].append(stream(drafting, prompt, params, say, colours=colours))
+            say("\n")
+        with beating(f"{name}: {TURNS} turns of each way"):
+            for turn in range(not quiet, TURNS):
+                for engine in (drafting, vanilla) if turn % 2 else (vanilla, drafting):
+                    turns[engine].append(stream(engine, prompt, params, silent, colours=False))
+        answers.append((name, median(turns[vanilla]), median(turns[drafting])))
+        widest = max(widest, *map(spread, turns.values()))
+    print(f"\n{table(answers)}\nMedians of {TURNS} turns.")
     print("tau: tokens a round. drafted: share of the answer's tokens that were accepted drafts.")
+    print(*doubts(answers, widest), sep="\n", flush=True)
     differ = [(name, at) for name, a, b in answers if (at := first_difference(a.token_ids, b.token_ids)) is not None]
     if differ:
         raise ValueError("answers: " + ", ".join(f"{name} differs from token {at} on" for name, at in differ))

@@ -38,14 +38,21 @@ def shown(items: Sequence[T], name: str, unit: str, progress: Progress) -> Itera
 
 @contextlib.contextmanager
 def told(what: str) -> Iterator[None]:
-    """Says on stderr what is done where it takes longer than two seconds, and at the end how long it took."""
-    start = time.monotonic()
-    timer = threading.Timer(_PATIENCE, processes.say, [f"eagle3_jax: {what} ..."])
-    timer.daemon = True
-    timer.start()
+    """Says on stderr what is done where it takes longer than two seconds, now and then, and how long it took."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait = _PATIENCE
+        while not ended.wait(wait):
+            processes.say(f"eagle3_jax: {what} ... {time.monotonic() - start:.0f} s so far")
+            wait = _SECONDS
+
+    teller = threading.Thread(target=tell, name="eagle3_jax progress", daemon=True)
+    teller.start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
+        teller.join()
     if (seconds := time.monotonic() - start) >= _PATIENCE:
         processes.say(f"eagle3_jax: {what}: {seconds:.0f} s")

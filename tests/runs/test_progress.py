@@ -1,6 +1,7 @@
 """Work that takes long is shown: on a terminal, in a log, and to who asks for lines."""
 
-import pytest
+import re
+import time
 
 from eagle3_jax.runs import progress
 
@@ -31,10 +32,17 @@ def test_a_terminal_has_a_bar(monkeypatch, capsys):
     assert "load: 100%" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("patience", "said"), [(60.0, ""), (0.0, "eagle3_jax: compiling: 0 s\n")])
-def test_what_is_soon_done_is_not_told(monkeypatch, capsys, patience, said):
-    monkeypatch.setattr(progress, "_PATIENCE", patience)
-    monkeypatch.setattr(progress.threading.Timer, "start", lambda timer: timer.function(*timer.args) if said else None)
+def test_what_takes_long_is_told_now_and_then_and_what_does_not_is_not(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_PATIENCE", 60.0)
     with progress.told("compiling"):
         pass
-    assert capsys.readouterr().err == "eagle3_jax: compiling ...\n" * bool(said) + said
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    said = ""
+    with progress.told("compiling"):
+        while said.count("so far") < 2:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    said += capsys.readouterr().err
+    assert re.fullmatch(r"(eagle3_jax: compiling \.\.\. 0 s so far\n){2,}eagle3_jax: compiling: 0 s\n", said)
