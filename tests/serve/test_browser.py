@@ -11,6 +11,7 @@ import pytest
 import tiny
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from eagle3_jax.config import TargetConfig
@@ -69,6 +70,13 @@ def test_an_answer_streams_and_shows_what_was_drafted(browser, served):
     wait.until(lambda _: error.is_displayed())
     assert "drafts: got False" in error.text  # this engine has no choice
     wait.until(lambda _: browser.find_element(By.ID, "ask").is_enabled())
+    browser.find_element(By.ID, "prompt").send_keys(Keys.CONTROL, "a", Keys.NULL, Keys.BACKSPACE)
+    assert not any(browser.find_element(By.ID, button).is_enabled() for button in ("ask", "compare")), "no prompt"
+    for speed, doubts in ((1.9, False), (2.1, True)):
+        fast = f"{{speed: {speed}, count: 4, own: 2, title: document.createElement('h2')}}"
+        browser.execute_script(f"at('error').hidden = true; showSpeedup({{speed: 1}}, {fast})")
+        assert error.is_displayed() == doubts
+    assert "2.00 tokens a round cannot be 2.10 times as fast" in error.text
     assert [x for x in browser.get_log("browser") if "400" not in x["message"]] == []
 
 
