@@ -8,10 +8,8 @@ import pathlib
 import re
 import subprocess
 import sys
-import types
 
 import jax
-import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
@@ -180,36 +178,6 @@ exit 1
     assert len(names) == len(set(names)) > 3, "one row a slice, whatever was planned by itself"
     assert all((ROOT / f"configs/{name}.yaml").exists() for name in names)
     assert set(lines) == {"v6e 2x2 | 1 x 4 | 8.0 (50%) |  | 16.0 GiB too much | SMEM: got 11.9 MiB |"}
-
-
-@pytest.mark.parametrize(("topology", "chips", "hours"), [("v6e:2x2", 4, 2310 / 918), ("tpu7x:2x2x1", 4, 1)])
-def test_a_cost_is_of_chips_whose_devices_may_be_two(small, topology, chips, hours, monkeypatch, capsys, tpu_fit):
-    tpu_cost = importlib.import_module("tpu_cost")
-
-    def extract(config, target, devices):
-        mesh = jax.sharding.Mesh(np.array(devices[:1]), ("model",))
-        square = jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16)
-        arguments = {"tokens": jax.ShapeDtypeStruct((4, 250), jnp.int32)}
-        return [tpu_fit.Program("extract", mesh, arguments, {}, lambda: jax.jit(lambda x: x @ x).trace(square))]
-
-    def regenerate(config, target, devices):
-        """8 sequences; weights and half of the caches are what a device reads in a second."""
-        bandwidth = {"v6e:2x2": 1638, "tpu7x:2x2x1": 3700}[topology] * 10**9
-        weights, caches = (jax.ShapeDtypeStruct((count,), jnp.bfloat16) for count in (bandwidth // 4, bandwidth // 2))
-        state = types.SimpleNamespace(root=jax.ShapeDtypeStruct((8,), jnp.int32), cache=caches)
-        mesh = jax.sharding.Mesh(np.array(devices[:1]), ("model",))
-        return [tpu_fit.Program("regenerate: rounds", mesh, {"target": weights, "state": state}, {}, lambda: None)]
-
-    monkeypatch.setattr(tpu_fit, "VERBS", {"extract": extract, "train": lambda *_: [], "regenerate": regenerate})
-    # Two million operations a token: what a tpu7x of 2310 tera operations a second does in an hour.
-    tokens = 2310e12 * 3600 / 2e6
-    arguments = ["--topology", topology, "--tokens", str(tokens), "--share", "1", "--price", "10"]
-    monkeypatch.setattr(sys, "argv", ["tpu_cost.py", "--config", str(small), *arguments])
-    tpu_cost.main()
-    first, answers, second = capsys.readouterr().out.splitlines()
-    assert answers.startswith("regenerate: 8 tokens a second on 1 devices, if all: ")
-    assert first.startswith(f"{topology}: {chips} chips, ")
-    assert second.endswith(f": {hours:.1f} chip hours, {hours / chips:.2f} hours, {hours * 10:.1f} at 10 a chip hour")
 
 
 @pytest.mark.parametrize(

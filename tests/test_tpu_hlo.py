@@ -1,5 +1,6 @@
 """tools/tpu_hlo.py: what travels between devices, along which axes, how often and how many bytes."""
 
+import functools
 import importlib
 import pathlib
 
@@ -223,12 +224,22 @@ def test_a_real_program_of_cpus(hlo):
     check(hlo, looped(mesh).compile().as_text())
 
 
+def for_a_tpu(topology):
+    devices = importlib.import_module("tpu_topology").topology_devices(topology)
+    return looped(make_mesh(MeshConfig(**MESH), devices))
+
+
 @pytest.mark.parametrize("topology", ["v6e:2x4", "v5p:2x2x2"])
 def test_a_real_program_of_tpus(topology, hlo):
     """Its devices follow the topology, its partitions the mesh."""
     pytest.importorskip("libtpu")
-    devices = importlib.import_module("tpu_topology").topology_devices(topology)
-    lowered = looped(make_mesh(MeshConfig(**MESH), devices))
-    check(hlo, lowered.compile().as_text())
-    if topology == "v6e:2x4":
-        check(hlo, hlo.optimised(lowered))
+    check(hlo, for_a_tpu(topology).compile().as_text())
+
+
+@pytest.mark.slow
+def test_a_program_is_compiled_until_its_text_is_written(hlo, capfd):
+    pytest.importorskip("libtpu")
+    check(hlo, hlo.optimised_alone(functools.partial(for_a_tpu, "v6e:2x4")))
+    with pytest.raises(RuntimeError, match="a program was not compiled: its process ended with status 1"):
+        hlo.optimised_alone(functools.partial(for_a_tpu, "v6e:5x5"))
+    assert "--topology: got 'v6e:5x5'" in capfd.readouterr().err

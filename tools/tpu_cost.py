@@ -1,119 +1,234 @@
-"""Estimates the TPU hours and costs of answers, extraction and training, from the programs' bytes and operations.
+"""Prices training, extraction and rounds of decoding on TPUs: milliseconds, tokens a second, hours and money.
 
-    .venv/bin/python tools/tpu_cost.py --config configs/llama31_8b.yaml --topology v5e:4x4 --price 1.20 \
+    .venv/bin/python tools/tpu_cost.py --config configs/llama31_8b.yaml --topology v6e:2x4 --price 2.70 \
       --target.name configs/targets/llama31_8b
 
-The estimate counts the matrix products of the programs that `tools/tpu_fit.py` plans, loops included, from their
-traces; no TPU is needed. It assumes that `--share` of the chip's published operations a second is used, and that only
-products take time. Not counted: attention kernels, compilation, padding. For `regenerate` it assumes that share of the
-bandwidth: vanilla decoding of a full batch reads the weights and half of the caches for each token of it.
+No TPU and no weights are needed. The compiler makes the optimised HLO of the programs that `tools/tpu_fit.py` plans.
+`tools/tpu_price.py` says what each operation and collective of it costs, and on what grounds. Programs are compiled
+with few of the target's layers, `--layers`, each of which then stands for several. Beside a price stands its floor:
+the products' operations over the peak, or of a round their operands' bytes over the bandwidth, divided among the
+devices.
 
-A table then compares stored features ("files"), whose writing and reading overlaps with products, with states computed
-in front of each step ("online"), for the topology's chips.
+`MFU` is the share of the peak that the traced products use, with those that `remat` computes again. `vanilla` says how
+many vanilla rounds a round takes as long as: one with drafts pays off where it accepts more tokens. The collectives'
+column also counts them: in straight code, and in loops.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
 
-from tpu_topology import CHIPS, ENVIRONMENT, Chip, topology_devices
+from tpu_topology import CHIPS, ENVIRONMENT, topology_devices
 
 os.environ.update(ENVIRONMENT)
 
 import jax
 import tpu_fit
 from run_parser import run_parser
+from tpu_hlo import Program, optimised, optimised_alone
+from tpu_price import Price, price
+from tpu_rounds import counted, sized
 
-from eagle3_jax.config import RunConfig, run_file
-from eagle3_jax.data.features import token_bytes
+from eagle3_jax.config import DraftTree, RunConfig, run_file
+from eagle3_jax.decoding.choice import tiers
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
+from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.training.operations import products
+
+VERBS = ("extract", "train", "rounds")
+_COLUMNS = (
+    "program",
+    "mesh",
+    "products",
+    "passes",
+    "collectives",
+    "ms",
+    "floor",
+    "vanilla",
+    "tokens/s",
+    "MFU",
+    "hours",
+    "money",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A program of a run.
+
+    Attributes:
+        name: `tools/tpu_fit.py`'s.
+        layers: of the target, as it is compiled.
+        tree: of a round; None is vanilla decoding. batch, context: its sequences, and the tokens of each.
+    """
+
+    config: RunConfig
+    topology: str
+    name: str
+    layers: int
+    tree: DraftTree | None = None
+    batch: int = 1
+    context: int = 0
+
+    def shape(self) -> ModelConfig:
+        return read_config(fetch(self.config.target.name, whole=False), self.config.target.aux_layers)
+
+    def program(self, layers: int | None = None) -> tpu_fit.Program:
+        """Plans the program, with so many layers or all of them."""
+        shape = self.shape()
+        if layers is not None and layers < shape.num_hidden_layers:
+            first = tuple(range(len(shape.aux_layers)))  # boundaries, wherever they are
+            shape = dataclasses.replace(shape, num_hidden_layers=layers, aux_layers=first)
+        devices = topology_devices(self.topology)
+        (found,) = (program for program in self._programs(shape, devices) if program.name == self.name)
+        return found
+
+    def _programs(self, shape: ModelConfig, devices: list[Any]) -> Iterator[tpu_fit.Program]:
+        verb = self.name.partition(":")[0]
+        if verb != "rounds":
+            return tpu_fit.VERBS[verb](self.config, shape, devices)
+        tier = Tier(self.tree, head=True) if self.tree else tiers.VANILLA
+        return tpu_fit.decoding(verb, self.config, shape, devices, tier, self.batch, 1, length=self.context)
+
+    def lowered(self) -> jax.stages.Lowered:
+        program = self.program(self.layers)
+        with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
+            return program.trace().lower()
+
+    def text(self, folder: pathlib.Path | None, *, cycles: bool) -> str:
+        """Returns its optimised HLO; with a folder, the one that lies there."""
+        readable = f"{self.name} {self.topology} {pathlib.Path(self.config.target.name).name}"
+        key = hashlib.sha256(repr((self, cycles)).encode()).hexdigest()[:12]
+        file = folder and folder / f"{''.join(x if x.isalnum() else '-' for x in readable)}-{key}.hlo"
+        if file and file.exists():
+            return file.read_text()
+        text = optimised(self.lowered()) if cycles else optimised_alone(self.lowered)
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the table: what a program costs, and its floor.
+
+    Attributes:
+        floor: seconds. tokens: of a run of it, on the whole slice; None where it is not known, with drafts.
+        share: of the peak, where products bound it. vanilla: how many vanilla rounds it takes as long as.
+    """
+
+    name: str
+    mesh: str
+    price: Price
+    floor: float
+    tokens: float | None
+    share: float | None = None
+    vanilla: float | None = None
+
+    def line(self, tokens: float, chips: int, money: float | None) -> str:
+        paid = self.price
+        cells = [self.name, self.mesh, *(f"{1e3 * x:.2f}" for x in (paid.products, paid.passes, paid.collectives))]
+        cells[-1] += f" ({paid.straight:.0f} + {paid.looped:.0f})"
+        cells += [f"{1e3 * paid.total:.2f}", f"{1e3 * self.floor:.2f}"]
+        cells += ["" if self.vanilla is None else f"{self.vanilla:.2f}"]
+        if self.tokens is None:
+            return f"| {' | '.join([*cells, '', '', '', ''])} |"
+        rate = self.tokens / paid.total
+        hours = tokens / rate / 3600
+        cells += [f"{rate:,.0f}", "" if self.share is None else f"{self.share:.0%}", f"{hours:,.2f}"]
+        return f"| {' | '.join([*cells, '' if money is None else f'{hours * chips * money:,.0f}'])} |"
 
 
 def main() -> None:
     parser = run_parser(__doc__)
     parser.add_argument("--topology", required=True, help="v5e:4x4, v6e:2x4, v5p:2x2x2, ...")
-    parser.add_argument("--tokens", type=float, default=100e6, help="of the conversations; 100 million without it")
-    parser.add_argument("--share", type=float, default=0.4, help="of the chip's operations a second that is used: 0.4")
-    parser.add_argument("--host-rate", type=float, default=1.0, help="GB/s between a host and the store: 1")
+    parser.add_argument("--verbs", nargs="+", choices=VERBS, default=["train", "rounds"], help="train and rounds")
+    parser.add_argument("--trees", nargs="*", type=sized, default=[], help="num_steps,topk,num_draft_tokens of each")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1], help="sequences of a round: 1")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence: 1024")
+    parser.add_argument("--tokens", type=float, default=500e6, help="of the conversations: 500 million")
     parser.add_argument("--price", type=float, help="of a chip for an hour")
+    parser.add_argument("--layers", type=int, default=4, help="of the target that are compiled: 4")
+    parser.add_argument("--cycles", action="store_true", help="products as long as XLA estimates: minutes a program")
+    parser.add_argument("--hlo", type=pathlib.Path, help="folder for the HLO texts; those there are not made again")
     arguments, overrides = parser.parse_known_args()
     try:
-        if not 0 < arguments.share <= 1:
-            raise ValueError(f"--share: got {arguments.share}, expected more than 0 and at most 1")
-        if arguments.tokens <= 0:
-            raise ValueError(f"--tokens: got {arguments.tokens}, expected more than 0")
+        for name in ("tokens", "layers", "context"):
+            if getattr(arguments, name) <= 0:
+                raise ValueError(f"--{name}: got {getattr(arguments, name)}, expected more than 0")
         config = run_file.load(arguments.config, overrides)
         devices = topology_devices(arguments.topology)
-        target = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
-        modes = {mode: _with_features(config, mode) for mode in ("stored", "online")}
-        programs = list(tpu_fit.VERBS["extract"](modes["stored"], target, devices))
-        programs += tpu_fit.VERBS["train"](modes["online"], target, devices)  # its step is that of stored features
-        answering = [x for x in tpu_fit.VERBS["regenerate"](config, target, devices) if x.name.endswith("rounds")]
+        jobs = list(_jobs(arguments, config))
+        jobs[0].program(arguments.layers)  # is refused, if any
     except ValueError as error:
         parser.error(str(error))
-    chip = CHIPS[arguments.topology.split(":")[0]]
-    chips, rate = len(devices) // chip.devices, chip.devices * chip.teraflops * 1e12 * arguments.share
-    tokens = f"{arguments.tokens / 1e6:g} million tokens"
-    print(f"{arguments.topology}: {chips} chips, {tokens}, {arguments.share:.0%} of the operations used")
-    seconds: dict[str, float] = {}
-
-    def said(hours: float) -> str:
-        cost = "" if arguments.price is None else f", {hours * arguments.price:,.1f} at {arguments.price:g} a chip hour"
-        return f"{hours:,.1f} chip hours, {hours / chips:,.2f} hours{cost}"
-
-    for program in answering:
-        a_second = _answers(program, chip, arguments.share)
-        hours = arguments.tokens / a_second * program.mesh.size / chip.devices / 3600
-        print(f"regenerate: {a_second:,.0f} tokens a second on {program.mesh.size} devices, if all: {said(hours)}")
-    for program in programs:
-        with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
-            operations = products(program.trace().jaxpr.jaxpr)
-        if program.name == "extract":
-            a_step, passes = math.prod(program.arguments["tokens"].shape), 1
-        else:
-            a_step, passes = config.train.batch_size * config.train.row_length, config.train.epochs
-        hours = operations / a_step * arguments.tokens * passes / rate / 3600
-        seconds[program.name] = hours / chips * 3600
-        a_token = f"{operations / a_step / 1e9:.1f} GFLOP a token, {passes:g} times"
-        print(f"{program.name}: {a_token}: {said(hours)}")
-    if seconds.keys() >= {"extract", "train: states", "train: step"}:
-        hosts = len({device.process_index for device in devices})
-        size = token_bytes(len(target.aux_layers), target.hidden_size, "fp8") * arguments.tokens
-        files = size / (arguments.host_rate * 1e9 * hosts)  # seconds to write or read all of it once
-        rows = {
-            "files": (max(seconds["extract"], files), max(seconds["train: step"], files * config.train.epochs), size),
-            "online": (0.0, seconds["train: states"] + seconds["train: step"], _TOKENS_ALONE * arguments.tokens),
-        }
-        print(f"{hosts} hosts at {arguments.host_rate:g} GB/s each:")
-        for name, (extract, train, held) in rows.items():
-            hours = (extract + train) / 3600
-            cost = "" if arguments.price is None else f", {hours * chips * arguments.price:,.0f}"
-            print(
-                f"  {name}: extract {extract / 3600:.2f} hours, train {train / 3600:.2f} hours, {held / 1e12:,.3f} TB, "
-                f"{hours * chips:,.1f} chip hours{cost}"
-            )
+    chips = len(devices) // CHIPS[arguments.topology.split(":")[0]].devices
+    print(f"{arguments.topology}: {chips} chips, {arguments.tokens / 1e6:g} million tokens; milliseconds")
+    print(f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|")
+    rows: list[Row] = []
+    vanilla = 0.0
+    for job in jobs:
+        row = measured(job, len(devices), arguments.hlo, cycles=arguments.cycles)
+        if job.name.startswith("rounds"):
+            vanilla = vanilla if job.tree else row.price.total
+            row = dataclasses.replace(row, vanilla=row.price.total / vanilla)
+        rows.append(row)
+        passes = config.train.epochs if job.name.startswith("train") else 1
+        print(rows[-1].line(arguments.tokens * passes, chips, arguments.price), flush=True)
+    if len(training := [row for row in rows if row.name.startswith("train")]) > 1:
+        whole = sum((row.price for row in training), Price())
+        floor = sum(row.floor for row in training)
+        row = Row("train", training[0].mesh, whole, floor, training[0].tokens, floor / whole.total)
+        print(row.line(arguments.tokens * config.train.epochs, chips, arguments.price))
 
 
-def _answers(program: tpu_fit.Program, chip: Chip, share: float) -> float:
-    """Estimates an engine's tokens a second: by what a round reads, or by its operations if they take longer."""
-    state = program.arguments["state"]
-    weights, caches = (jax.tree.leaves(x) for x in (program.arguments["target"], state.cache))
-    batch = state.root.shape[0]
-    sizes = [sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for leaves in (weights, caches)]
-    read = (sizes[0] + sizes[1] / 2) / (chip.gigabytes * 1e9)
-    computed = 2 * sum(leaf.size for leaf in weights) * batch / (chip.teraflops * 1e12)
-    return share * batch * program.mesh.size / max(read, computed)
+def _jobs(arguments: Any, config: RunConfig) -> Iterator[Job]:
+    job = Job(config, arguments.topology, "", arguments.layers)
+    if "extract" in arguments.verbs:
+        yield dataclasses.replace(job, name="extract")
+    if "train" in arguments.verbs:
+        for name in ("states",) * (config.train.features == "online") + ("step",):
+            yield dataclasses.replace(job, name=f"train: {name}")
+    if "rounds" in arguments.verbs:
+        for batch in arguments.batches:
+            for tree in [None, *arguments.trees]:
+                yield dataclasses.replace(job, name="rounds: rounds", tree=tree, batch=batch, context=arguments.context)
 
 
-_TOKENS_ALONE = token_bytes(0, 0, "none")
+def measured(job: Job, devices: int, folder: pathlib.Path | None, *, cycles: bool) -> Row:
+    """Compiles and prices a program.
 
-
-def _with_features(config: RunConfig, mode: str) -> RunConfig:
-    values = run_file.to_dict(config)
-    values["train"]["features"] = mode
-    return run_file.from_dict(values)
+    Args:
+        devices: of the slice; a program on fewer of them runs on all others too.
+    """
+    chip, config = CHIPS[job.topology.split(":")[0]], job.config
+    whole, program = job.program(), Program(job.text(folder, cycles=cycles))
+    every = job.shape().num_hidden_layers
+    a_round = job.name.startswith("rounds")
+    how: dict[str, Any] = {"one_pass": True, "branch": min} if a_round else {}
+    found = price(program, whole.mesh, chip, layers=every / min(job.layers, every), **how)
+    used, peak = whole.mesh.size, chip.teraflops * 1e12
+    if a_round:  # a greedy one: its conditionals' shorter branches
+        work = counted(config, job.tree, job.context, job.batch)[1]
+        floor = max(work.operations / peak, work.bytes / (chip.gigabytes * 1e9)) / used
+        tokens, share = None if job.tree else job.batch * devices / used, None
+        name = f"{Tier(job.tree, True).name}, batch {job.batch}"
+    else:
+        with jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh):
+            floor = products(whole.trace().jaxpr.jaxpr) / peak / used
+        train = config.train
+        rows = whole.arguments["tokens"].shape if job.name == "extract" else (train.batch_size, train.row_length)
+        tokens, share, name = math.prod(rows) * devices / used, floor / found.total, job.name
+    mesh = "x".join(map(str, whole.mesh.shape.values()))
+    return Row(name, mesh, found, floor, tokens, share)
 
 
 if __name__ == "__main__":

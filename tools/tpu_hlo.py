@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import multiprocessing
 import pathlib
 import re
 import tempfile
@@ -22,9 +23,9 @@ import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _OPERATION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)")
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
-_COLLECTIVE = re.compile(
+COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-(?:permute|broadcast))(?:-start)?"
 )
 
@@ -64,12 +65,14 @@ class Executed:
 
     Attributes:
         computation: the one that holds it. times: how often it runs. in_loop: whether any loop is around it.
+        aside: whether it runs beside others: a copy, or work of another core.
     """
 
     operation: Operation
     computation: str
     times: int
     in_loop: bool
+    aside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,18 +120,18 @@ class Program:
             branch: max or min: whether a conditional runs its branch of most or of fewest operations.
         """
 
-        def run(name: str, times: int = 1, in_loop: bool = False) -> list[Executed]:
+        def run(name: str, times: int = 1, in_loop: bool = False, aside: bool = False) -> list[Executed]:
             found = []
             for operation in self.computations[name].values():
                 if operation.kind == "while":
-                    found += run(operation.called("body"), times * (self.trips(name, operation) or 1), True)
+                    found += run(operation.called("body"), times * (self.trips(name, operation) or 1), True, aside)
                 elif operation.kind == "conditional":
-                    parts = [run(part, times, in_loop) for part in _branches(operation)]
+                    parts = [run(part, times, in_loop, aside) for part in _branches(operation)]
                     found += branch(parts, key=len)
-                elif operation.kind == "call" or operation.kind == "async-start":
-                    found += run(operation.called(), times, in_loop)
+                elif operation.kind in ("call", "async-start"):
+                    found += run(operation.called(), times, in_loop, aside or operation.kind == "async-start")
                 else:
-                    found.append(Executed(operation, name, times, in_loop))
+                    found.append(Executed(operation, name, times, in_loop, aside))
             return found
 
         if one_pass:
@@ -136,9 +139,9 @@ class Program:
             return max((run(loop.called("body")) for loop in loops), key=len)
         return run(self.entry)
 
-    def inner(self, executed: Executed) -> Iterator[tuple[str, Operation]]:
+    def inner(self, computation: str, operation: Operation) -> Iterator[tuple[str, Operation]]:
         """Yields an operation and all of its fusion, with their computations."""
-        pairs = [(executed.computation, executed.operation)]
+        pairs = [(computation, operation)]
         while pairs:
             name, operation = pairs.pop()
             yield name, operation
@@ -151,17 +154,17 @@ class Program:
         if found := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(found[1])
         condition, body = (self.computations[loop.called(name)] for name in ("condition", "body"))
-        compared = _root(condition)
+        compared = root_of(condition)
         ends = [self._constant(condition, name) for name in compared.operands]
         counters = [condition.get(name) for name in compared.operands]
         if compared.kind == "fusion":  # of the comparison alone
-            compared = _root(self.computations[compared.called()])
+            compared = root_of(self.computations[compared.called()])
         if compared.kind != "compare" or "direction=LT" not in compared.rest or len(ends) != 2 or ends[1] is None:
             return None
         if counters[0] is None or not (at := re.search(r"index=(\d+)", counters[0].rest)):
             return None
         place, before = int(at[1]), self.computations[computation]
-        first, stepped = before.get(loop.operands[0]), body.get(_root(body).operands[place])
+        first, stepped = before.get(loop.operands[0]), body.get(root_of(body).operands[place])
         start = self._constant(before, first.operands[place]) if first is not None and first.kind == "tuple" else None
         steps = [self._constant(body, name) for name in stepped.operands] if stepped is not None else []
         step = next((x for x in steps if x is not None), 1)
@@ -198,8 +201,8 @@ def collectives(
     program = Program(program) if isinstance(program, str) else program
     found = []
     for executed in program.executed(one_pass=one_pass, branch=branch):
-        for name, operation in program.inner(executed):
-            if (kind := _COLLECTIVE.fullmatch(operation.kind)) is None:
+        for name, operation in program.inner(executed.computation, executed.operation):
+            if (kind := COLLECTIVE.fullmatch(operation.kind)) is None:
                 continue
             groups = _groups(operation, math.prod(mesh_shape.values()))
             if not (axes := _axes(groups, mesh_shape)):
@@ -221,23 +224,71 @@ def summary(found: Sequence[Collective]) -> dict[tuple[tuple[str, ...], bool], t
     return dict(total)
 
 
+def arrays(type_: str) -> list[tuple[int, int]]:
+    """Lists a type's arrays: bytes without padding, and memory space (0: HBM, 1: VMEM)."""
+    found = []
+    for name, width, shape, space in _ARRAY.findall(type_):
+        bits = (8 if name == "pred" else int(width)) * math.prod(shape_of(shape))
+        found.append((-(-bits // 8), int(space or 0)))
+    return found
+
+
 def bytes_of(type_: str) -> int:
-    """Counts the bytes of a type's arrays, without padding."""
-    bits = 0
-    for name, width, shape in _ARRAY.findall(type_):
-        bits += (8 if name == "pred" else int(width)) * math.prod(map(int, filter(None, shape.split(","))))
-    return -(-bits // 8)
+    return sum(size for size, _ in arrays(type_))
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    """Reads the first dimensions in a text: "f32[8,128]{1,0}", or "8,128"."""
+    text = text.partition("[")[2].partition("]")[0] if "[" in text else text
+    return tuple(map(int, filter(None, text.split(","))))
 
 
 def optimised(lowered: Any) -> str:
-    """Compiles a lowered program for a TPU, and returns its HLO text.
+    """Compiles a lowered program for a TPU, and returns its HLO text, with XLA's estimates of cycles.
 
     `as_text` fails on operations that a newer libtpu made than JAX can read, so the compiler itself writes it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        lowered.compile(compiler_options=_written_to(folder))
         (file,) = pathlib.Path(folder).glob("*.after_codegen.txt")
         return file.read_text()
+
+
+def optimised_alone(lower: Callable[[], Any]) -> str:
+    """Returns a program's HLO text without making its machine code, which takes most of the time.
+
+    Another process compiles it, and is ended once the text is written.
+
+    Args:
+        lower: makes the `jax.stages.Lowered`; a function of a module, or a `functools.partial` of one, with arguments
+            that can be pickled.
+
+    Raises:
+        RuntimeError: it was not compiled; the reason stands on stderr.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        process = multiprocessing.get_context("spawn").Process(target=_compile, args=(lower, folder), daemon=True)
+        process.start()
+        following = "_after_buffer_assignment"  # a second text, begun when the first is whole
+        alive, found = True, []
+        try:
+            while alive and not found:
+                process.join(0.2)
+                alive, found = process.is_alive(), list(pathlib.Path(folder).glob(f"*{following}.txt"))
+        finally:
+            process.kill()
+            process.join()
+        if not found:
+            raise RuntimeError(f"a program was not compiled: its process ended with status {process.exitcode}")
+        return found[0].with_name(found[0].name.replace(following, "")).read_text()
+
+
+def _compile(lower: Callable[[], Any], folder: str) -> None:
+    lower().compile(compiler_options=_written_to(folder))
+
+
+def _written_to(folder: str) -> dict[str, Any]:
+    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
 
 
 def _operation(root: str | None, name: str, type_: str, kind: str, rest: str) -> Operation:
@@ -245,7 +296,7 @@ def _operation(root: str | None, name: str, type_: str, kind: str, rest: str) ->
     return Operation(name, kind, type_, tuple(operands), rest, bool(root))
 
 
-def _root(computation: Mapping[str, Operation]) -> Operation:
+def root_of(computation: Mapping[str, Operation]) -> Operation:
     return next(operation for operation in computation.values() if operation.root)
 
 

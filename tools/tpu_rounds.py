@@ -91,8 +91,8 @@ def work(jaxpr: Any) -> Work:
     return total
 
 
-def counted(config: RunConfig, tree: DraftTree | None, context: int) -> tuple[Work, Work]:
-    """Counts the draft's passes before a verification, and the whole round, of one request.
+def counted(config: RunConfig, tree: DraftTree | None, context: int, batch: int = 1) -> tuple[Work, Work]:
+    """Counts the draft's passes before a verification, and the whole round, of `batch` requests.
 
     Args:
         tree: None is vanilla decoding.
@@ -113,7 +113,7 @@ def counted(config: RunConfig, tree: DraftTree | None, context: int) -> tuple[Wo
         token_ids: Any = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(head, token_ids)
     tier = Tier(tree, head=draft is not None)
-    sizes = Sizes.plan(1, context, PAGE_SIZE, [tier])
+    sizes = Sizes.plan(batch, context, PAGE_SIZE, [tier])
     state = jax.eval_shape(lambda models: empty_state(models, sizes, [tier], None), Models.of(target, draft))
     how = {"tree": tree, "greedy": True}
     # A TPU multiplies groups by a Pallas kernel; XLA's operations for them read more.

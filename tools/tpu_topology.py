@@ -7,7 +7,7 @@ import functools
 import importlib.util
 from typing import Any
 
-from eagle3_jax.runs.chips import TERAFLOPS
+from eagle3_jax.runs.chips import RING_GIGABYTES, TERAFLOPS
 
 # libtpu's settings without a TPU and with several compiling processes, to be set before JAX is imported.
 ENVIRONMENT = {
@@ -26,6 +26,7 @@ class Chip:
 
     Attributes:
         gigahertz: clock. gigabytes: HBM bandwidth, a second. teraflops: bfloat16.
+        link: GB/s around a ring of chips, both directions together.
         devices: JAX devices of a chip. Topology names and prices count chips.
     """
 
@@ -33,15 +34,19 @@ class Chip:
     gigahertz: float
     gigabytes: float
     teraflops: float
+    link: float
     devices: int = 1
 
 
 CHIPS = {
-    "v5e": Chip("v5e:1x1", 1.5, 819, TERAFLOPS["TPU v5 lite"]),
-    "v5p": Chip("v5p:1x1x1", 1.75, 2460, TERAFLOPS["TPU v5"]),
-    "v6e": Chip("v6e:1x1", 1.75, 1638, TERAFLOPS["TPU v6 lite"]),
-    "tpu7x": Chip("tpu7x:1x1x1", 2.2, 3700, TERAFLOPS["TPU7x"], devices=2),  # one of a chip's two cores
+    "v5e": Chip("v5e:1x1", 1.5, 819, TERAFLOPS["TPU v5 lite"], RING_GIGABYTES["TPU v5 lite"]),
+    "v5p": Chip("v5p:1x1x1", 1.75, 2460, TERAFLOPS["TPU v5"], RING_GIGABYTES["TPU v5"]),
+    "v6e": Chip("v6e:1x1", 1.75, 1638, TERAFLOPS["TPU v6 lite"], RING_GIGABYTES["TPU v6 lite"]),
+    # One of a chip's two cores.
+    "tpu7x": Chip("tpu7x:1x1x1", 2.2, 3700, TERAFLOPS["TPU7x"], RING_GIGABYTES["TPU7x"], devices=2),
 }
+# Seconds a hop from chip to chip whatever the bytes, about: "How to Scale Your Model", part 3.
+HOP = 1e-6
 
 
 def topology_devices(name: str) -> list[Any]:
