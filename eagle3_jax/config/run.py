@@ -42,7 +42,7 @@ class RunConfig:
 
     Attributes:
         run_dir: folder of the run, with one folder for each verb's output; or gs://BUCKET/FOLDER. Its path has none of
-            `*`, `?`, `[` and a backslash.
+            `*`, `?`, `[` and a backslash; in a bucket no `#`.
         seed: seed of all random draws.
     """
 

@@ -81,7 +81,8 @@ def check_name(field: str, path: Path) -> None:
         AddressError: field, got, expected.
     """
     place = str(absolute(path))
-    if strange := [character for character in "*?[\\" if character in place]:
+    special = "*?[\\#" if is_remote(path) else "*?[\\"
+    if strange := [character for character in special if character in place]:
         raise AddressError(f"{field}: got {place}, expected a path without {' '.join(strange)}")
 
 

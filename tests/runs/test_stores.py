@@ -20,7 +20,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 def folder(request, tmp_path, monkeypatch):
     """A run's folder in each store."""
     monkeypatch.setenv(leases.LEASE_SECONDS, "3")
-    return tmp_path / "run" if request.param == "local" else disk.path_of(f"{emulator.new_bucket()}/run")
+    place = tmp_path if request.param == "local" else disk.path_of(emulator.new_bucket())
+    return place / "a %20{b}'\u00fc\u6771&" / "run"
 
 
 def test_what_is_written_is_there(folder):

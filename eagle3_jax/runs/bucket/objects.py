@@ -194,7 +194,7 @@ def names_below(folder: Path) -> list[str]:
     bucket, name = addresses.split(folder)
     prefix = f"{name.rstrip('/')}/" if name else ""
     with answered(folder):
-        keys = clients.store(bucket).list(_below(name), strip_prefix_length=len(prefix)).result()
+        keys = clients.store(bucket).list(_below(name), strip_prefix_length=len(prefix.encode())).result()
     return sorted(key.decode() for key in keys)
 
 

@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[3]
         ("gs://no-such-bucket/run", "run_dir: got 'gs://no-such-bucket/run', expected a bucket that exists"),
         ("gs://", "run_dir: got 'gs://', expected gs://BUCKET/FOLDER"),
         ("gs://bucket/run [x]", r"run_dir: got gs://bucket/run \[x\], expected a path without \["),
+        ("gs://bucket/run#1", r"run_dir: got gs://bucket/run#1, expected a path without #"),
         ("runs/a*?\\b", r"run_dir: got .*/runs/a\*\?\\b, expected a path without \* \? \\"),
         ("gs://UPPER/run", "run_dir: got 'gs://UPPER/run', expected gs://BUCKET/FOLDER"),
     ],
