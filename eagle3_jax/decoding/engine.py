@@ -252,11 +252,11 @@ class Engine(EngineCore):
 
         Running requests go on between two dispatches (vLLM's pause mode "keep", SGLang's "in_place"): their tokens
         stay, and the caches keep what the weights before have read of them. No later request reuses that. Each token's
-        log-probabilities are those of the weights that chose it. The engine keeps copies in its own dtype and layout:
-        the caller may donate the arrays.
+        log-probabilities are those of the weights that chose it. The engine keeps copies in its own dtype, few bits and
+        layout: the caller may donate the arrays.
 
         On a CPU, matrices that bfloat16 holds are stored so. The first weights that it does not hold widen them, and
-        each program is compiled once more.
+        each program is compiled once more. So it is with scales of groups (`int4`) and float16.
 
         Args:
             weights: a `TargetModel` of this architecture, or its parameters by Hugging Face's names, or a Tunix or
@@ -266,10 +266,11 @@ class Engine(EngineCore):
         Raises:
             WeightsError: a ValueError with every missing, surplus or misshapen array, and those that are not finite, by
                 name; the engine goes on with the weights before.
+            ValueError: an engine whose checkpoint's own few bits no floats are rounded to ("stored").
             RuntimeError: an engine on several hosts, see `hosts.lead`.
         """
         dtype, mesh = self.target.embed[...].dtype, self._runner.mesh
-        target = trees.target_of(weights, self.target.config, dtype, mesh)
+        target = self._runner.quantised_target(trees.target_of(weights, self.target.config, dtype, mesh))
         packed = self._runner.packed_target(target)
         if self._learner is not None:
             self._learner.teach(packed.embed[...], target.lm_head[...] if hasattr(target, "lm_head") else None)

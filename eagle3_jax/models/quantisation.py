@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from eagle3_jax.kernels.linear.api import quantise
-from eagle3_jax.kernels.linear.layouts import Quantised
+from eagle3_jax.kernels.linear.layouts import Quantised, QuantisedPanels
 from eagle3_jax.kernels.linear.quantised import Kind
 from eagle3_jax.mesh import parameter_path
 
@@ -66,3 +68,45 @@ def quantised_model(model: Any, weights: Kind | None, *, vocabulary: bool) -> An
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: quantised(parameter_path(path), leaf, weights, vocabulary=vocabulary), model
     )
+
+
+def few_bits(model: Any) -> dict[str, Any]:
+    """Returns the form of each matrix that a model holds in few bits, by its path: what `quantised_as` makes again."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, Quantised | QuantisedPanels))
+    held = {parameter_path(path): leaf for path, leaf in leaves if isinstance(leaf, Quantised | QuantisedPanels)}
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held)
+
+
+def quantised_as(held: Mapping[str, Any], model: Any) -> Any:
+    """Quantises a model of floats as another one of its architecture is.
+
+    Args:
+        held: the other one's `few_bits`.
+
+    Raises:
+        ValueError: a matrix in a form of its checkpoint that `quantise` does not make, or in panels.
+    """
+
+    def of(path: Any, leaf: jax.Array) -> Any:
+        name = parameter_path(path)
+        if (wanted := held.get(name)) is None:
+            return leaf
+        axis = axis_of(name, vocabulary=True)
+        if axis is not None and isinstance(wanted, Quantised) and (kind := _KINDS.get(wanted.values.dtype.name)):
+            group = leaf.shape[axis] // wanted.scale.shape[axis]
+            make = functools.partial(quantise, kind=kind, axis=axis, group=group)
+            if _form(jax.eval_shape(make, leaf)) == _form(wanted):
+                return make(leaf)
+        raise ValueError(
+            f"weights: got floats for {name}, which is in few bits of its checkpoint's own kind (weights='stored'), "
+            "expected an engine whose weights are 'int8', 'fp8', 'int4' or floats"
+        )
+
+    return jax.tree_util.tree_map_with_path(of, model)
+
+
+_KINDS: dict[str, Kind] = {"int8": "int8", "float8_e4m3fn": "fp8", "int4": "int4"}  # dtype of values -> kind
+
+
+def _form(matrix: Any) -> Any:
+    return jax.tree.structure(matrix), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(matrix)]

@@ -30,6 +30,7 @@ from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.inference_layout import Matrix, Product, for_inference, padded, products, weights_beside
 from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.quantisation import few_bits, quantised_as
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import machine, processes
 from eagle3_jax.runs.progress import told
@@ -93,6 +94,7 @@ class ModelRunner:
         if draft is not None and self.mesh is not None:
             draft = _spread(draft, self.mesh)
         self._draft_weights: Kind | None = draft_weights or weights_beside(target)
+        self._few_bits = few_bits(target)
         target, draft = for_inference(target), None if draft is None else for_inference(draft, self._draft_weights)
         self.target, self.draft, self.sizes = target, draft, sizes
         self.widths, self.chunks = [sizes.batch], sizes.chunks
@@ -116,37 +118,35 @@ class ModelRunner:
         The weights are stored as those before, perhaps rounded to bfloat16, so that nothing is compiled again.
         """
         draft = for_inference(draft if self.mesh is None else _spread(draft, self.mesh), self._draft_weights)
-
-        def as_before(before: jax.Array, leaf: jax.Array) -> jax.Array:
-            leaf = leaf.astype(before.dtype)
-            return jax.device_put(leaf, before.sharding) if before.committed else leaf
-
-        self.draft = jax.tree.map(as_before, self.draft, draft)
-        self._pad()
+        before, self.draft = self.draft, _as_before(self.draft, draft, rounds=True)
+        self._replaced(before, self.draft)
 
     @property
     def observed(self) -> Observed | None:
         """What verification computed of each slot, with `Sizes.observed`; None before the first call."""
         return None if self._state is None else self._state.observed
 
+    def quantised_target(self, target: TargetModel) -> TargetModel:
+        """Returns a target of floats in the few bits of the runner's own. Raises ValueError: see `quantised_as`."""
+        return quantised_as(self._few_bits, target)
+
     def packed_target(self, target: TargetModel) -> TargetModel:
-        """Returns a target of the shapes and dtypes of the runner's own, packed and placed as that one.
+        """Returns a target of the runner's shapes and kinds of weights, packed and placed as the runner's own.
 
         A matrix is stored in bfloat16 only where the one before was, and bfloat16 holds its numbers.
         """
-
-        def as_before(before: jax.Array, leaf: jax.Array) -> jax.Array:
-            leaf = leaf.astype(before.dtype) if before.dtype == jnp.float32 else leaf
-            return jax.device_put(leaf, before.sharding) if before.committed else leaf
-
-        return jax.tree.map(as_before, self.target, for_inference(target))
+        return _as_before(self.target, for_inference(target), rounds=False)
 
     def replace_target(self, target: TargetModel) -> None:
         """Verifies with this target, see `packed_target`, from the next call on. The state stays."""
-        dtypes, before = ([leaf.dtype for leaf in jax.tree.leaves(one)] for one in (target, self.target))
-        if dtypes != before:
-            self._ready, self._called = {}, set()  # its programs read matrices in bfloat16
-        self.target = target
+        before, self.target = self.target, target
+        self._replaced(before, target)
+
+    def _replaced(self, before: Any, model: Any) -> None:
+        """Takes a model in another's place. Programs compiled for other dtypes or panels are forgotten."""
+        forms = [(jax.tree.structure(one), [leaf.dtype for leaf in jax.tree.leaves(one)]) for one in (before, model)]
+        if forms[0] != forms[1]:
+            self._ready, self._called = {}, set()
         self._pad()
 
     def pad_products(self) -> None:
@@ -403,6 +403,21 @@ def tokens_that_fit(
     empty = of_state(0)
     free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
     return max(0, int(free // (of_state(1) - empty))) * sizes.page_size
+
+
+def _as_before(before: Any, model: Any, *, rounds: bool) -> Any:
+    """Places the leaves of a model as those of the one before, whose panels may have other scales.
+
+    Args:
+        rounds: to the dtypes of the one before; else float32 alone is kept where that one has it.
+    """
+
+    def place(before: jax.Array, leaf: jax.Array) -> jax.Array:
+        leaf = leaf.astype(before.dtype) if rounds or before.dtype == jnp.float32 else leaf
+        return jax.device_put(leaf, before.sharding) if before.committed else leaf
+
+    leaves, structure = jax.tree.flatten(model)
+    return jax.tree.unflatten(structure, map(place, jax.tree.leaves(before), leaves))
 
 
 def _compiled(
