@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 
 @contextlib.contextmanager
-def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[None]:
+def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> Iterator[None]:
     """Runs the body of a verb's `main`, joined with the run's other processes; an end of one ends all.
 
     The exit status is 1, with one sentence, for errors of a user (ValueError) and of a machine (OSError: disk full, no
@@ -38,7 +38,8 @@ def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[
 
     Args:
         verb: its name, for messages.
-        resumes: whether the verb goes on where it was when it is run again; else it begins anew.
+        resumes: whether the verb goes on where it was when it is run again; else it begins anew. None: it has no work
+            of its own (a server), and says itself how it stops.
         stopped: exit status after a stop.
     """
     global _asked, _came_to_stop_points
@@ -46,8 +47,8 @@ def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[
     prefix = f"eagle3_jax.{verb}: "
 
     def said() -> str:
-        again = "goes on from here" if resumes else "begins anew"
-        return f"{prefix}stopped by {_name(_asked or signal.SIGTERM)}; run it again, and it {again}"
+        again = "" if resumes is None else f"; run it again, and it {'goes on from here' if resumes else 'begins anew'}"
+        return f"{prefix}stopped by {_name(_asked or signal.SIGTERM)}{again}"
 
     def note(number: int, _: Any) -> None:
         global _asked
@@ -55,8 +56,8 @@ def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[
         if before is not None or not _came_to_stop_points:
             watchdog.end_all(said(), stopped)
             _end(said(), _asked, stopped)
-        if _asked == signal.SIGINT:
-            _write(f"{prefix}stops as soon as what it did is on disk; Ctrl-C again ends it at once")
+        if _asked == signal.SIGINT and resumes is not None:
+            write(f"{prefix}stops as soon as what it did is on disk; Ctrl-C again ends it at once")
 
     at_ctrl_c = signal.getsignal(signal.SIGINT)
     try:
@@ -100,14 +101,14 @@ def _end(said: str, asked: signal.Signals, status: int) -> NoReturn:
     with contextlib.suppress(OSError, RuntimeError):  # a closed pipe, or a signal in the middle of a flush
         sys.stdout.flush()
         sys.stderr.flush()
-    _write(said)
+    write(said)
     if asked == signal.SIGINT and status:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
 
 
-def _write(line: str) -> None:
+def write(line: str) -> None:
     """Writes to stderr past its buffer, which a signal may have interrupted."""
     behind = "\n" * os.isatty(2)  # "^C", or a bar
     with contextlib.suppress(OSError):

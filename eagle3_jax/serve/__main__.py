@@ -32,7 +32,7 @@ from eagle3_jax.serve.defaults import sampling_defaults
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ADAPT = "serve.adapt"
-_ENDING = 10.0  # seconds for the engine to end after the stop
+_ENDING = 5.0  # seconds for the engine to end after the stop
 
 # Flag -> field. Flags have SGLang's names, where it has one.
 _FLAGS = {
@@ -332,7 +332,7 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
 def main(argv: Sequence[str] | None = None) -> None:
     config = configure(argv)
     command.require("serve")
-    with command.run("serve", resumes=False, stopped=0):  # nothing is left unfinished
+    with command.run("serve", resumes=None, stopped=0):
         run(config)
 
 

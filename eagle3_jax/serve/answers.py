@@ -14,7 +14,7 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.request import Output, Piece, QueueFullError, Request
-from eagle3_jax.serve.errors import ApiError
+from eagle3_jax.serve.errors import ApiError, stops
 from eagle3_jax.serve.limits import queue_full
 from eagle3_jax.serve.metrics import Metrics
 
@@ -105,6 +105,15 @@ class Answers:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
+        self.abort()
+
+    @property
+    def whole(self) -> bool:
+        """True once all answers have ended."""
+        return all(request.done for request in self.requests)
+
+    def abort(self) -> None:
+        """Ends the answers with the tokens that they have."""
         self._engine.abort(*[request for request in self.requests if not request.done])
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
@@ -136,7 +145,7 @@ class Answers:
         if output.finish_reason == "timeout":
             raise ApiError(504, "request: got no whole answer in the time that this server gives", code="timeout")
         if output.finish_reason == "abort":
-            raise ApiError(503, "request: aborted, the server stops", code="aborted", retry_after=1.0)
+            raise stops()
         if output.finish_reason == "error":
             raise ApiError(500, f"request: {output.error}", code="engine_error")
 

@@ -8,6 +8,7 @@ import contextlib
 import importlib.resources
 import logging
 import time
+import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +59,10 @@ def make_app(
         model: the model's name for clients.
         keys: accepted API keys; empty turns authentication off.
         defaults: sampling parameters of requests that leave them out, see `sampling_defaults`.
+
+    Returns:
+        The application. Its `state` has `answering`, which counts the requests that are being answered, and
+        `end_answers`, which ends them and all later ones with an error.
     """
     server = _Server(pool, model, settings, defaults)
     api = [
@@ -69,7 +74,7 @@ def make_app(
     gate = Middleware(Gate, keys, Rate(settings.requests_per_minute), settings.queue_limit + pool.batch_size)
     origins = {"allow_origins": settings.allowed_origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
     cors = [Middleware(CORSMiddleware, **origins)] if settings.allowed_origins else []  # preflights carry no key
-    return Starlette(
+    app = Starlette(
         routes=[
             Mount("/v1", routes=api, middleware=[gate]),
             Route("/", server.page),
@@ -80,6 +85,8 @@ def make_app(
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected},
         lifespan=server.lifespan,
     )
+    app.state.answering, app.state.end_answers = server.answering, server.end_answers
+    return app
 
 
 class _Server:
@@ -91,6 +98,8 @@ class _Server:
         self._tokens = Tokens(pool.tokenizer)
         self._created = int(time.time())
         self._tasks: set[asyncio.Task[None]] = set()
+        self._running: weakref.WeakSet[Answers] = weakref.WeakSet()
+        self._stops = False
         # Encoding and submitting long prompts is slow, so it runs outside the event loop's thread.
         self._encoder = concurrent.futures.ThreadPoolExecutor(1, "eagle3_jax encoder")
 
@@ -102,6 +111,14 @@ class _Server:
             self._encoder.shutdown(wait=False)
             if self._tasks:  # clients are disconnected; each task ends when the engine's thread finishes its request
                 await asyncio.wait(self._tasks, timeout=_ENDING)
+
+    def answering(self) -> int:
+        return sum(not answers.whole for answers in self._running)
+
+    def end_answers(self) -> None:
+        self._stops = True
+        for answers in self._running:
+            answers.abort()
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, protocol.Chat, ChatShape(self._tokens))
@@ -150,6 +167,9 @@ class _Server:
         except ValueError as error:
             raise protocol.refusal(error, body.field) from error
         answers = Answers(self.pool, self.metrics, self._tasks, requests, body.answers, arrived)
+        self._running.add(answers)
+        if self._stops:
+            answers.abort()
         envelope = Envelope(shape, self.model)
         if body.stream:
             events = _events(answers, shape, envelope, body)

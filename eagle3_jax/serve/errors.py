@@ -37,3 +37,7 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
         return JSONResponse(self.body(), self.status, headers)
+
+
+def stops() -> ApiError:
+    return ApiError(503, "request: aborted, the server stops", code="aborted", retry_after=1.0)

@@ -14,15 +14,16 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle3_jax.config import ServeConfig
 from eagle3_jax.runs import command
-from eagle3_jax.serve.errors import ApiError
+from eagle3_jax.serve.errors import ApiError, stops
 
 # Seconds that an idle connection stays open. Clients must close first: a request in flight is lost if the server
 # closes. httpx, and OpenAI's client with it, closes after 5 (as uvicorn by default), Go after 90.
 _KEEP_ALIVE = 120
+LAST = 5  # seconds after `drain_timeout` for the device's last dispatch, and for clients to take their answers' ends
 _RETRY = 5.0  # seconds between a client's polls during the start
 
 
@@ -45,8 +46,19 @@ class Opening:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        else:
-            await (self.app or self._answer(scope))(scope, receive, send)
+            return
+        begun = False
+
+        async def note(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await (self.app or self._answer(scope))(scope, receive, note)
+        except asyncio.CancelledError:  # the server ends, and the client is slow
+            if not begun:
+                await stops().response()(scope, receive, send)
 
     def _answer(self, scope: Scope) -> ASGIApp:
         if scope["path"] == "/health":
@@ -91,7 +103,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, opening: Opening, settings: ServeConfig) -> None:
         super().__init__(http_settings(opening, settings))
-        self._opening = opening
+        self._opening, self._drain = opening, settings.drain_timeout
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,6 +112,21 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         ends = await super().on_tick(counter)
         return ends or command.stop_asked() or self._opening.failure is not None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for the answers for `drain_timeout`, then ends them, so that each client gets an end."""
+        app = self._opening.app
+        if app is None:
+            return await super().shutdown(sockets)
+        waits = ""
+        if count := app.state.answering():
+            waits = f": waits up to {self._drain} s for {count} answer{'s' * (count > 1)}; Ctrl-C again ends at once"
+        command.write(f"eagle3_jax.serve: stops{waits}")
+        ending = asyncio.get_running_loop().call_later(self._drain, app.state.end_answers)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
 
 def http_settings(app: ASGIApp, settings: ServeConfig) -> uvicorn.Config:
@@ -113,7 +140,7 @@ def http_settings(app: ASGIApp, settings: ServeConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,  # clients could forge their address
         timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=settings.drain_timeout,
+        timeout_graceful_shutdown=settings.drain_timeout + LAST,
     )
 
 

@@ -1,17 +1,28 @@
 """A starting server: its answers meanwhile, and the change to its application."""
 
+import asyncio
 import contextlib
+import logging
+import socket
 import threading
 import time
+from typing import Any
 
 import httpx2
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from eagle3_jax.config import ServeConfig
 from eagle3_jax.serve import __main__ as serve
+from eagle3_jax.serve import opening as opening_module
 from eagle3_jax.serve.opening import Opening, Server, address
+
+
+def application(*routes: Route, lifespan: Any = None) -> Starlette:
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.state.answering, app.state.end_answers = lambda: 0, lambda: None
+    return app
 
 
 def test_a_server_that_starts_says_so_until_its_application_answers():
@@ -26,7 +37,7 @@ def test_a_server_that_starts_says_so_until_its_application_answers():
     def make():
         opening.stage = "compile: 3 of 9 programs"
         assert go.wait(30)
-        return Starlette(routes=[Route("/health", lambda _: PlainTextResponse("fine"))], lifespan=life)
+        return application(Route("/health", lambda _: PlainTextResponse("fine")), lifespan=life)
 
     opening, settings = Opening(make, answers.set), ServeConfig(port=0)
     with serve.bind(settings) as place:
@@ -58,3 +69,42 @@ def test_a_start_that_fails_ends_the_server():
     with serve.bind(settings) as place:
         Server(opening, settings).run(sockets=[place])
     assert isinstance(opening.failure, ValueError) and opening.app is None
+
+
+def test_who_is_slow_when_the_server_ends_is_told_so(monkeypatch):
+    """One never sent its body, another has half of an answer; uvicorn logs nothing as a failure of the application."""
+    monkeypatch.setattr(opening_module, "LAST", 0.2)
+    answers, failures = threading.Event(), []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda text, *_, **more: failures.append(more))
+
+    async def waits(request):
+        await request.body()
+
+    async def half(request):
+        async def parts():
+            yield b"half"
+            await asyncio.sleep(60)
+
+        return StreamingResponse(parts())
+
+    def make():
+        return application(Route("/waits", waits, methods=["POST"]), Route("/half", half))
+
+    opening, settings = Opening(make, answers.set), ServeConfig(port=0, drain_timeout=0)
+    with serve.bind(settings) as place:
+        server = Server(opening, settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
+        thread.start()
+        assert answers.wait(30)
+        with (
+            socket.create_connection(place.getsockname()[:2], timeout=30) as slow,
+            socket.create_connection(place.getsockname()[:2], timeout=30) as reads,
+        ):
+            slow.sendall(b"POST /waits HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+            reads.sendall(b"GET /half HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"200 OK" in reads.recv(4096)
+            server.should_exit = True
+            said = b"".join(iter(lambda: slow.recv(4096), b""))
+            assert said.startswith(b"HTTP/1.1 503") and b'"code":"aborted"' in said
+        thread.join(30)
+    assert not thread.is_alive() and not any(more.get("exc_info") for more in failures)

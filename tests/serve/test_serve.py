@@ -1,6 +1,8 @@
 """The verb: flags and refusals, and a process that starts, answers, and ends at SIGTERM with what it began."""
 
+import concurrent.futures
 import functools
+import json
 import pathlib
 import signal
 import socket
@@ -310,7 +312,7 @@ def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
         ((status, said),) = tiny.end_processes([process], timeout=5)
         name = "SIGTERM" if sent == signal.SIGTERM else "Ctrl-C"
         assert status == 0 and "Traceback" not in said, said
-        assert said.endswith(f"eagle3_jax.serve: stopped by {name}; run it again, and it begins anew\n")
+        assert said.endswith(f"eagle3_jax.serve: stopped by {name}\n")
     finally:
         process.kill()
         process.wait(timeout=30)
@@ -377,6 +379,47 @@ def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
         ((status, said),) = tiny.end_processes([process], timeout=60)
         assert status == 0, said
         assert "Traceback" not in said
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=lambda sent: sent.name
+)
+def test_answers_that_outlast_the_drain_end_with_an_error_and_whole_bodies(tmp_path, sent):
+    tiny.write_target(tmp_path / "target")
+    settings: dict[str, Any] = {"port": 0, "batch_size": 2, "max_length": 512, "draft": "none", "drain_timeout": 1}
+    run = {"run_dir": "run", "target": {"name": "target", "aux_layers": [1, 2, 3]}, "serve": settings}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    fast: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    (process,) = tiny.start_processes(1, ["-c", COLD], cwd=tmp_path, **fast)
+    try:
+        while "/v1 answers" not in (said := process.printed()):
+            assert process.poll() is None, said
+            time.sleep(0.05)
+        url = said.split("/v1 answers")[0].split()[-1]
+        asked: Any = {"prompt": "apple", "max_tokens": 480, "ignore_eos": True, "n": 100}
+        with (
+            httpx2.Client(base_url=url, timeout=60) as http,
+            concurrent.futures.ThreadPoolExecutor(1) as pool,
+            http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as answer,
+        ):
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            whole = pool.submit(http.post, "/v1/completions", json=asked)
+            while "waiting 19" not in http.get("/metrics").text.replace('{replica="0"} ', " "):
+                time.sleep(0.05)
+            process.send_signal(sent)
+            *_, error, last = filter(None, lines)  # raises if the chunked body is torn
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "aborted" and last == "data: [DONE]"
+            refused = whole.result()
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "aborted")
+        ((status, said),) = tiny.end_processes([process], timeout=30)
+        assert status == 0 and "Traceback" not in said, said
+        assert "eagle3_jax.serve: stops: waits up to 1 s for 2 answers; Ctrl-C again ends at once\n" in said
+        assert "on disk" not in said and "run it again" not in said
     finally:
         process.kill()
         process.wait(timeout=30)
