@@ -46,8 +46,11 @@ class _Field:
         return f"{head}.no-{last}"
 
 
-def overrides(words: Sequence[str]) -> dict[str, Any]:
+def overrides(words: Sequence[str], others: Collection[str] = ()) -> dict[str, Any]:
     """Parses `--section.field VALUE ...` into nested values, as texts that the fields' types interpret later.
+
+    Args:
+        others: the command line's other flags, which an unknown one may mean.
 
     Raises:
         ConfigError: a flag that is no field, or one without a value.
@@ -65,8 +68,10 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
             parser.add_argument(*spelled, dest=field.place, nargs="*" if tuple in _parts(field.kind) else None)
     given, unknown = parser.parse_known_args(_joined(words, taking, parser))
     if unknown:
-        name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
-        expected = f"expected --section.field VALUE{meant(name)}"
+        flag = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(flag, others, 1, 0.8)
+        hint = f", did you mean {near[0]}?" if near else meant(flag.lstrip("-").replace("-", "_"))
+        expected = f"expected --section.field VALUE{hint}"
         raise ConfigError(f"{unknown[0]}: not a field of the configuration, {expected}")
     values: dict[str, Any] = {}
     for field in fields(RunConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import pydantic
@@ -14,8 +14,11 @@ from eagle3_jax.config.run import RunConfig
 from eagle3_jax.runs import disk
 
 
-def load(path: str | disk.Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: str | disk.Path, overrides: Sequence[str] = (), others: Collection[str] = ()) -> RunConfig:
     """Reads a YAML run file, local or in a bucket, and applies dotted overrides such as `--train.learning_rate 3e-4`.
+
+    Args:
+        others: the command line's other flags, which an unknown one may mean.
 
     Raises:
         ConfigError: unreadable file, unknown key, wrong type, value out of range.
@@ -31,12 +34,12 @@ def load(path: str | disk.Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: got {type(values).__name__}, expected a mapping of sections")
-    return with_overrides(values, overrides)
+    return with_overrides(values, overrides, others)
 
 
-def with_overrides(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Makes a RunConfig of nested values and dotted overrides. Raises ConfigError."""
-    return from_dict(_merged(values, flags.overrides(overrides)))
+def with_overrides(values: dict[str, Any], overrides: Sequence[str], others: Collection[str] = ()) -> RunConfig:
+    """Makes a RunConfig of nested values and dotted overrides, see `load`. Raises ConfigError."""
+    return from_dict(_merged(values, flags.overrides(overrides, others)))
 
 
 def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

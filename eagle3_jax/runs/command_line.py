@@ -32,6 +32,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"python -m eagle3_jax.{verb}", description=says, allow_abbrev=False)
         self.verb, self.sections = verb, sections
 
+    @property
+    def names(self) -> list[str]:
+        """The verb's own flags."""
+        return list(self._option_string_actions)
+
     def format_help(self) -> str:
         """Lists the flags, and the fields of the config with their meaning and defaults."""
         said = "The run's YAML holds these fields, or they are given here; the defaults hold where neither names one. "
@@ -159,15 +164,16 @@ def read(verb: str, argv: Sequence[str] | None = None) -> tuple[RunConfig, argpa
 
     Exits with status 2 and a clear sentence when the configuration is refused, or a bucket that it names.
     """
-    arguments, rest = parser_of(verb).parse_known_args(argv)
+    parser = parser_of(verb)
+    arguments, rest = parser.parse_known_args(argv)
     try:
         if getattr(arguments, "target", None) is not None:
             rest += ["--target.name", arguments.target]
         if arguments.config is not None:
-            config = run_file.load(arguments.config, rest)
+            config = run_file.load(arguments.config, rest, parser.names)
             disk.check_address("run_dir", config.run_dir)
         elif any(word.partition("=")[0] == "--target.name" for word in rest):
-            config = run_file.with_overrides(_ALONE, rest)
+            config = run_file.with_overrides(_ALONE, rest, parser.names)
         else:
             raise ConfigError("--config, --target: got neither, expected one of them")
         disk.check_address("target.name", config.target.name, writable=False)

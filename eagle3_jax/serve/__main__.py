@@ -14,7 +14,7 @@ import pathlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig, run_file
@@ -34,15 +34,18 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ADAPT = "serve.adapt"
 _ENDING = 5.0  # seconds for the engine to end after the stop
 
-# Flag -> field. Flags have SGLang's names, where it has one.
+# Flag -> field. Flags have the names of SGLang and of vLLM, where these have one.
 _FLAGS = {
     "--target": "target.name",
     "--model": "target.name",
     "--model-path": "target.name",
     "--dtype": "target.dtype",
     "--quantization": "target.weights",
+    "--served-model-name": "serve.model_name",
     "--tp-size": "mesh.model",
+    "--tensor-parallel-size": "mesh.model",
     "--dp-size": "mesh.data",
+    "--data-parallel-size": "mesh.data",
     "--draft": "serve.draft",
     "--speculative-draft-model-path": "serve.draft",
     "--speculative-draft-model-quantization": "serve.draft_weights",
@@ -51,7 +54,11 @@ _FLAGS = {
     "--port": "serve.port",
     "--mem-fraction": "serve.memory_fraction",
     "--mem-fraction-static": "serve.memory_fraction",
+    "--gpu-memory-utilization": "serve.memory_fraction",
     "--max-running-requests": "serve.batch_size",
+    "--max-num-seqs": "serve.batch_size",
+    "--max-model-len": "serve.max_length",
+    "--context-length": "serve.max_length",
     "--speculative-num-steps": "serve.tree.num_steps",
     "--speculative-eagle-topk": "serve.tree.topk",
     "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
@@ -67,13 +74,6 @@ _ALGORITHMS |= dict.fromkeys(_BLOCKS)
 _WITHOUT_CHECKPOINT = ("NEXTN", "NGRAM")
 # Flags of other servers -> the option that replaces them here.
 _ELSEWHERE = {
-    "--served-model-name": "--serve.model-name",
-    "--max-model-len": "--serve.max-length",
-    "--context-length": "--serve.max-length",
-    "--max-num-seqs": "--serve.batch-size",
-    "--gpu-memory-utilization": "--serve.memory-fraction",
-    "--tensor-parallel-size": "--tp-size",
-    "--data-parallel-size": "--dp-size",
     "--api-key": "--serve.api-key-variable, the name of an environment variable, or --serve.api-key-file",
     "--log-level": "--serve.access-log",
     "--allowed-origins": "--serve.allowed-origins",
@@ -94,26 +94,30 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
     arguments, rest = parser.parse_known_args(argv)
     given = {field: value for field, value in vars(arguments).items() if value is not None}
     try:
-        return _with_flags(given.pop("config", None), rest, given)
+        return _with_flags(given.pop("config", None), rest, given, parser.names)
     except ConfigError as error:
         print(f"eagle3_jax.serve: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, Any]) -> RunConfig:
-    """Reads the configuration and applies the flags. Raises ConfigError."""
+def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, Any], names: Collection[str]) -> RunConfig:
+    """Reads the configuration and applies the flags. Raises ConfigError.
+
+    Args:
+        names: those of the flags, for hints.
+    """
     if overrides and not overrides[0].startswith("-"):
         raise ConfigError(f"got {overrides[0]!r} without a flag, expected --target {overrides[0]}")
     for word in overrides:
         if there := _ELSEWHERE.get(word.partition("=")[0]):
             raise ConfigError(f"{word.partition('=')[0]}: no flag of this server, expected {there}")
     if path is not None:
-        config = run_file.load(path, overrides)
+        config = run_file.load(path, overrides, names)
     elif "target.name" not in given:
         raise ConfigError("--config, --target: got neither, expected one of them")
     else:
         alone = {"run_dir": ".", "serve": {"draft": AUTO}}
-        config = run_file.with_overrides(alone, overrides)
+        config = run_file.with_overrides(alone, overrides, names)
     values = run_file.to_dict(config)
     adapt = given.pop(_ADAPT, None)
     if values["serve"]["adapt"] is None:
@@ -291,7 +295,7 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
     settings, url, pools = config.serve, address(place), []
 
     def say(stage: str) -> None:
-        opening.stage = stage
+        opening.stage = stage.partition(";")[0]
         print(f"eagle3_jax.serve: {stage}", file=sys.stderr, flush=True)
 
     def lose(error: Exception) -> None:

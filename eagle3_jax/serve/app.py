@@ -94,6 +94,7 @@ class _Server:
 
     def __init__(self, pool: EnginePool, model: str, settings: ServeConfig, defaults: Mapping[str, Any]) -> None:
         self.pool, self.model, self.settings, self.defaults = pool, model, settings, defaults
+        self._names = (None, model, model.rstrip("/").rpartition("/")[2])  # a folder by its last name, too
         self.metrics = Metrics(*pool.engines)
         self._tokens = Tokens(pool.tokenizer)
         self._created = int(time.time())
@@ -195,7 +196,7 @@ class _Server:
         return submit(self.pool, prompts, params, body.answers, deadline, **options)
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.model):
+        if name not in self._names:
             message = f"model: got {name!r:.80}, expected {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -315,6 +315,7 @@ def test_a_special_token_that_nothing_names_has_no_bytes(served):
 def test_models(served):
     assert [model.id for model in served.client.models.list()] == [MODEL]
     assert served.client.models.retrieve(MODEL).id == MODEL
+    assert served.client.models.retrieve("tiny").id == MODEL, "a folder goes by its last name, too"
     with pytest.raises(openai.NotFoundError, match="model: got 'gpt'"):
         served.client.models.retrieve("gpt")
     with pytest.raises(openai.NotFoundError, match="model: got 'gpt'"):

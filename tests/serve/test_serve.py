@@ -98,6 +98,18 @@ def test_the_commands_of_sglang_s_pages_are_understood():
     assert config.serve.trees == (DraftTree(num_steps=5, topk=8, num_draft_tokens=32),)
 
 
+def test_vllm_s_flags_are_understood():
+    words = "--model org/model --served-model-name small --max-model-len 512 --tensor-parallel-size 4"
+    words += (
+        " --data-parallel-size 2 --gpu-memory-utilization 0.9 --max-num-seqs 16 --quantization fp8 --dtype bfloat16"
+    )
+    config = serve.configure(words.split())
+    assert (config.mesh.model, config.mesh.data, config.target.weights) == (4, 2, "fp8")
+    assert config.serve == ServeConfig(
+        draft="auto", model_name="small", max_length=512, memory_fraction=0.9, batch_size=16
+    )
+
+
 @pytest.mark.parametrize(
     ("algorithm", "draft"), [("EAGLE3", "auto"), ("EAGLE", "mtp"), ("NEXTN", "mtp"), ("NGRAM", "lookup")]
 )
@@ -147,13 +159,11 @@ def test_a_target_s_name_takes_every_field_of_a_config():
         ([], "--config, --target: got neither"),
         (["some-model", "--port", "1"], "got 'some-model' without a flag, expected --target some-model"),
         (
-            ["--target", "a", "--served-model-name", "b"],
-            "--served-model-name: no flag of this server, expected --serve.m",
+            ["--target", "a", "--prot", "1"],
+            "--prot: not a field of the configuration, expected --section.field VALUE, d",
         ),
-        (
-            ["--target", "a", "--max-model-len=512"],
-            "--max-model-len: no flag of this server, expected --serve.max-length",
-        ),
+        (["--target", "a", "--prot=1"], "did you mean --port?"),
+        (["--target", "a", "--max-model-length", "1"], "did you mean --max-model-len?"),
         (
             ["--target", "a", "--api-key", "b"],
             "--api-key: no flag of this server, expected --serve.api-key-variable, the",
@@ -307,6 +317,7 @@ def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
         health, models = httpx2.get(f"{url}/health"), httpx2.get(f"{url}/v1/models")
         assert (health.status_code, models.status_code) == (503, 503)
         assert health.json() == {"healthy": False, "starting": "compile: 0 of 3 programs"}
+        assert "(compile: 0 of 3 programs); /health" in models.json()["error"]["message"]
         time.sleep(1)  # in the middle of a compilation, by all odds
         process.send_signal(sent)
         ((status, said),) = tiny.end_processes([process], timeout=5)
