@@ -44,7 +44,7 @@ class EngineCore:
     def __init__(
         self,
         target: TargetModel,
-        tokenizer: Any,
+        tokenizer: Any = None,
         draft: Draft | Literal["lookup"] | None = None,
         tree: DraftTree | Sequence[DraftTree] | Literal["auto"] = "auto",
         *,
@@ -97,6 +97,8 @@ class EngineCore:
                 `adapt` with a draft that cannot learn.
             LockError, ManifestError: `adapt.folder` is in use, or holds other work.
         """
+        if not isinstance(target, TargetModel):
+            raise ValueError(f"target: got {target!r}, expected a loaded model; `Engine.load({target!r})` loads one")
         stored = arguments.stored_dtype(kv_dtype)
         longest = target.config.max_position_embeddings
         arguments.check_truths(prefix_cache=prefix_cache, sample_drafts=sample_drafts)
@@ -211,6 +213,22 @@ class EngineCore:
             error: what the requests raise.
         """
         self._scheduler.fail(error)
+
+    def close(self) -> None:
+        """Ends all requests with the tokens that they have ("abort"), refuses further ones, and frees the caches.
+
+        A `with` block closes its engine. The weights are freed with the last reference to the engine.
+        """
+        self.abort(*self._scheduler.requests)
+        self.finish()
+        self.fail(RuntimeError("engine: got a request, expected none after `close`"))
+        self._runner.reset()
+
+    def __enter__(self: _Core) -> _Core:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def left(self, prompt: Sequence[int] = ()) -> int:
         """Counts the tokens to read and write until all requests are answered.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
 
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig, Weights
 from eagle3_jax.decoding import arguments
@@ -42,6 +42,7 @@ class Engine(EngineCore):
         *,
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: Weights | None = None,
+        quantization: Weights | None = None,
         mesh: MeshConfig | None = None,
         token_map: str | pathlib.Path | None = None,
         **options: Any,
@@ -60,6 +61,7 @@ class Engine(EngineCore):
             max_length: most tokens of a prompt and its answer, at most the target's positions.
             dtype: dtype of weights and activations; None is the TargetConfig's, float32 for a name.
             weights: quantises the target's matrices at load, see `TargetConfig`; None is the TargetConfig's.
+            quantization: `weights` by the name of vLLM and SGLang.
             mesh: shards the models over its model axis; None is one device.
             token_map: draft vocabulary of an EAGLE-2 head given by its folder (FR-Spec), see `load_draft`.
             **options: the keyword arguments of `__init__`.
@@ -71,8 +73,10 @@ class Engine(EngineCore):
             ValueError: arguments that do not go together, or do not fit the target.
             ManifestError, DraftFormatError: see `load_draft`.
         """
+        if weights is not None and quantization is not None:
+            raise ValueError(f"weights, quantization: got {weights!r} and {quantization!r}, expected one of them")
         model, tokenizer, head, identity = load_models(
-            target, draft, dtype=dtype, weights=weights, mesh=mesh, token_map=token_map
+            target, draft, dtype=dtype, weights=weights or quantization, mesh=mesh, token_map=token_map
         )
         sizes = {"batch_size": batch_size, "max_length": max_length}
         return cls(model, tokenizer, head, tree, **sizes, identity=identity, **options)
@@ -86,7 +90,8 @@ class Engine(EngineCore):
         """Answers prompts, in their order; the n answers to one prompt follow each other.
 
         Args:
-            prompts: each a string (one user turn), messages (both through the chat template), or token ids.
+            prompts: each a string (one user turn), messages (both through the chat template), or token ids; messages
+                alone are one chat.
             params: for all, or one for each prompt. The default is greedy, 128 tokens at most.
             on_output: called with the index and the answer of each finished request at once. If it raises, answers
                 that ended together are still reported; then its first exception is raised and the rest is aborted.
@@ -98,6 +103,8 @@ class Engine(EngineCore):
             ValueError: a prompt that is too long, empty or of another kind; before any work begins.
             Exception: the failure of the device that ended one of these requests.
         """
+        if isinstance(prompts, list | tuple) and prompts and all(isinstance(one, Mapping) for one in prompts):
+            prompts = [cast(Prompt, prompts)]
         each = arguments.one_for_each(params, prompts)
         requests = [
             self._request(f"prompts[{i}]", prompt, each[i], sample)

@@ -148,8 +148,8 @@ class Scheduler:
     def fail(self, error: Exception) -> None:
         """Ends all requests with an error, now and from now on; the device may never answer the working thread."""
         with self.changes:
-            self._failure = error
-            requests = [*self._waiting, *filter(None, self._slots)]
+            self._failure, self._learner = error, None
+            requests = self.requests
             self._waiting.clear()
             for request in requests:
                 if not request.done:
@@ -182,10 +182,15 @@ class Scheduler:
         return self._aborted
 
     @property
+    def requests(self) -> list[Request]:
+        """The requests that wait or run."""
+        with self.changes:
+            return [*self._waiting, *filter(None, self._slots)]
+
+    @property
     def has_requests(self) -> bool:
         """True if a request waits or runs."""
-        with self.changes:
-            return bool(self._waiting or any(self._slots))
+        return bool(self.requests)
 
     @property
     def has_work(self) -> bool:
@@ -200,8 +205,7 @@ class Scheduler:
     def left(self, prompt: Sequence[int] = ()) -> int:
         """Counts the tokens to read and write until all requests, and one more prompt, are answered and read."""
         with self.changes:
-            requests = [*self._waiting, *filter(None, self._slots)]
-            return len(prompt) - self._pool.cached(prompt) + sum(request.left for request in requests)
+            return len(prompt) - self._pool.cached(prompt) + sum(request.left for request in self.requests)
 
     def stats(self) -> EngineStats:
         """Copies the counters; `stalled` is the engine loop's to fill in."""

@@ -318,3 +318,37 @@ def test_positions_beyond_what_the_head_declares_are_warned_of_and_stay_exact(to
     params = SamplingParams(max_tokens=60)
     assert engine.generate(["hello"], params)[0].token_ids == make(toy, None).generate(["hello"], params)[0].token_ids
     Engine(toy.target, Tokenizer(), draft, CHAIN, max_length=24)  # silent: warnings are errors here
+
+
+def test_a_name_is_for_load(toy):
+    with pytest.raises(
+        ValueError, match=r"target: got 'org/model', expected a loaded model; `Engine.load\('org/model'\)`"
+    ):
+        Engine("org/model")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_quantization_is_another_name_of_weights(tmp_path):
+    folder = tiny.write_target(tmp_path)
+    with pytest.raises(ValueError, match="weights, quantization: got 'int8' and 'fp8', expected one"):
+        Engine.load(folder, None, weights="int8", quantization="fp8")
+    engine = Engine.load(folder, None, max_length=32, quantization="fp8")
+    assert jnp.dtype("float8_e4m3fn") in {leaf.dtype for leaf in jax.tree.leaves(engine.target)}
+
+
+@pytest.mark.slow
+def test_the_messages_of_one_chat_are_one_prompt(speculative):
+    chat, params = PROMPTS[1], SamplingParams(max_tokens=4)
+    (output,) = speculative.generate(chat, params)
+    assert output.token_ids == speculative.generate([chat], params)[0].token_ids
+
+
+@pytest.mark.slow
+def test_a_closed_engine_has_no_request_no_caches_and_takes_none(toy):
+    with make(toy, batch_size=1) as engine:
+        running, waiting = (engine.submit(prompt, SamplingParams(max_tokens=90)) for prompt in ("hello", "sun"))
+        assert next(iter(running)).token_ids
+    assert (running.result().finish_reason, waiting.result().finish_reason) == ("abort", "abort")
+    assert engine._runner._state is None and engine.stats().free_pages == engine.stats().pages
+    with pytest.raises(RuntimeError, match="engine: got a request, expected none after `close`"):
+        engine.generate(["hello"])
+    engine.close()
