@@ -62,11 +62,15 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 OF_CHAT = {
     "messages": (
         *(None, 1, "apple", {}, [], [1], ["apple"], [{}], [{"role": "user"}], [{"content": "a"}], [[]]),
-        *([{"role": role, "content": "a"}] for role in (1, None, "tool", "function", "User", "")),
+        *([{"role": role, "content": "a"}] for role in (1, None, "function", "User", "")),
         *([{"role": "user", "content": content}] for content in (None, 1, {}, ["a"], [IMAGE], [{"type": "text"}])),
         *([{"role": "user", "content": content}] for content in ([{"type": "text", "text": 1}], [{}], [1], [[]])),
         [{"role": "user", "content": "apple " * 300}],
+        *([CHAT["messages"][0] | {"role": "assistant", "tool_calls": calls}] for calls in (1, "a", {}, ["a"], [{}])),
         [CHAT["messages"][0] | {"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}],
+        [{"role": "assistant", "content": None, "tool_calls": []}],
+        [{"role": "user", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
         [CHAT["messages"][0] | {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}],
     ),
     "max_completion_tokens": (*WHOLE_NUMBERS[:-1], 0),

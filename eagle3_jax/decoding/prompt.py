@@ -50,20 +50,24 @@ def encode(
         return list(prompt)
     if not any(isinstance(item, dict) for item in prompt):
         return [_token_id(item, name, index) for index, item in enumerate(prompt)]
+    turns = []
     for index, message in enumerate(prompt):
         if not isinstance(message, dict):
             raise ValueError(f"{name}[{index}]: got {message!r} among messages, expected a message")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+            raise ValueError(f"{name}[{index}].tool_calls: got {calls!r}, expected a list of calls")
+        if calls and message.get("content") is None:  # as OpenAI writes a call without words
+            message = message | {"content": ""}
         for field in ("role", "content"):
             if not isinstance(message.get(field), str):
                 raise ValueError(f"{name}[{index}].{field}: got {message.get(field)!r}, expected text")
         if message["role"] not in _ROLES:
             raise ValueError(f"{name}[{index}].role: got {message['role']!r}, expected one of {', '.join(_ROLES)}")
         _check_text(message["content"], f"{name}[{index}].content")
-        calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
-            raise ValueError(f"{name}[{index}].tool_calls: got {calls!r}, expected a list of calls")
+        turns.append(message)
     try:
-        return chat_template.prompt_ids(tokenizer, prompt, tools, variables)
+        return chat_template.prompt_ids(tokenizer, turns, tools, variables)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -117,20 +117,44 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(several)
 
 
+def _calls(value: Any) -> list[dict[str, Any]] | None:
+    """Reads the calls of an earlier turn, which the template renders."""
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise ValueError("a list of calls")
+    for place, call in enumerate(value):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _Wrong(f"{place}.function", function, "a function's name and arguments")
+        if not isinstance(function.get("arguments", ""), str | dict):
+            raise _Wrong(f"{place}.function.arguments", function["arguments"], "a text of JSON, or an object")
+    return value
+
+
 def _no_call(value: Any) -> None:
-    """Refuses a call in a message, which the template would not receive."""
+    """Refuses the older form of a call, which templates do not render."""
     if value:
-        raise ValueError("nothing: this server calls no tools")
+        raise ValueError("nothing: use tool_calls")
 
 
 class Message(pydantic.BaseModel):
     """A turn of a conversation."""
 
     model_config = pydantic.ConfigDict(strict=True)
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_text)]
-    tool_calls: Annotated[None, PlainValidator(_no_call)] = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, PlainValidator(lambda value: None if value is None else _text(value))] = None
+    name: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]] | None, PlainValidator(_calls)] = None
+    tool_call_id: str | None = None
     function_call: Annotated[None, PlainValidator(_no_call)] = None
+
+    @pydantic.model_validator(mode="after")
+    def _speaks(self) -> Message:
+        """Only a turn with calls may have no content."""
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise _Wrong("content", None, "a string, or a list of parts")
+        return self
 
 
 class StreamOptions(pydantic.BaseModel):
@@ -274,7 +298,7 @@ class Chat(RequestBody):
 
     @property
     def prompts(self) -> list[Prompt]:
-        return [[{"role": message.role, "content": message.content} for message in self.messages]]
+        return [[message.model_dump(exclude_none=True) for message in self.messages]]
 
     def encode(self, pool: EnginePool, prompt: Prompt) -> list[int]:
         return pool.encode(prompt, self.chat_template_kwargs, self.tools)

@@ -212,6 +212,26 @@ def test_tools_are_rendered_where_no_call_is_asked_for(served, engine, monkeypat
     assert longer.prompt_token_ids == ids + plain.prompt_token_ids
 
 
+def test_a_history_with_calls_reaches_the_template(served, engine, monkeypatch):
+    """As OpenAI's clients send it back: no content beside the calls, then what the tool answered."""
+    knows = copy.deepcopy(engine.tokenizer)
+    knows.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.a }}){% endfor %}"
+        "{{ m.tool_call_id or '' }};{% endfor %}"
+    )
+    monkeypatch.setattr(engine, "tokenizer", knows)
+    call = {"id": "1", "type": "function", "function": {"name": "apple", "arguments": '{"a": "snow"}'}}
+    messages: Any = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "b"}], "tool_call_id": "1"},
+    ]
+    more = {"return_token_ids": True}
+    got = served.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body=more)
+    assert got.prompt_token_ids == knows("user:a;assistant:apple(snow);tool:b1;", add_special_tokens=False)["input_ids"]
+
+
 @pytest.mark.slow
 def test_equal_prompts_of_one_request_are_different_samples(served):
     ask: Any = {"model": MODEL, "prompt": ["apple"] * 3 + ["snow"], "temperature": 2.0, "max_tokens": 12, "seed": 5}
