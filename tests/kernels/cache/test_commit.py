@@ -1,5 +1,7 @@
 """The accepted path moves to the front of the tail, bit for bit, and nothing else changes."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
+from races import MODES, cases, no_races
 
 from eagle3_jax.kernels.cache.api import commit
 
@@ -76,16 +79,18 @@ def test_commit_equals_the_loop(batch, kv_heads, head_dim, nodes, dtype, page_si
 
 
 @pytest.mark.slow
-def test_races_and_reads_of_what_was_never_written():
-    caches, lengths, path, _, expected = example(0, batch=3, nodes=20)
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+@pytest.mark.parametrize(
+    ("mode", "cores", "page_size"),
+    cases(itertools.product(MODES, (1, 2), (None, 128)), daily=[("eager", 2, 128)]),
+)
+def test_races_and_reads_of_what_was_never_written(mode, cores, page_size):
+    caches, lengths, path, table, expected = example(0, batch=3, nodes=20, page_size=page_size)
     arguments = [jnp.asarray(x) for x in caches], jnp.asarray(lengths, jnp.int32), jnp.asarray(path, jnp.int32)
-    for cache, want in zip(commit(*arguments, implementation="pallas", interpret=params), expected, strict=True):
-        np.testing.assert_array_equal(cache, want)
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # where the verdict is, and only there
-
-    assert interpret_pallas_call.races is not None
-    assert not interpret_pallas_call.races.races_found
+    table = None if table is None else jnp.asarray(table, jnp.int32)
+    with no_races(mode, cores) as races:
+        got = commit(*arguments, page_table=table, implementation="pallas", interpret=races)
+        for cache, want in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(cache, want)
 
 
 @pytest.mark.slow

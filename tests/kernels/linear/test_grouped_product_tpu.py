@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from races import MODES, cases, no_races
 
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.linear.api import linear, quantise
@@ -31,7 +32,8 @@ def kernel(x: jax.Array, given: Quantised, **options: Any) -> np.ndarray:
     def dense(x: jax.Array, y: jax.Array) -> jax.Array:
         return contract("mk,kn->mn", x, y)
 
-    return np.asarray(product(x, given, dense, implementation="pallas", interpret=True, **options), np.float64)
+    options = {"interpret": True, **options}
+    return np.asarray(product(x, given, dense, implementation="pallas", **options), np.float64)
 
 
 def exact(x: jax.Array, given: Quantised) -> np.ndarray:
@@ -86,6 +88,28 @@ def test_one_of_a_stack_is_multiplied(stack):
     for index in range(3):
         one = jax.tree.map(lambda part, index=index: part[index], stack)
         np.testing.assert_array_equal(kernel(x, stack, index=jnp.int32(index)), kernel(x, one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "kind", "group", "k", "count"),
+    cases(
+        (
+            (mode, *case, count)
+            for case in (("int4", 32, 2560), ("int8", 16, 2560), ("fp8", 128, 4096))
+            for count in (3, 25)
+            for mode in MODES
+        ),
+        daily=[("eager", "int4", 32, 2560, 3), ("on_wait", "int8", 16, 2560, 25)],
+    ),
+)
+def test_races_and_reads_of_what_was_never_written(mode, kind, group, k, count):
+    """One of a stack, by its scaled sums and by its scaled values; what lies behind the last columns is NaN."""
+    x, stack = rows(count, k), matrix(kind, (2, k, 1152), group)
+    one = jax.tree.map(lambda part: part[1], stack)
+    with no_races(mode) as races:
+        got = kernel(x, stack, index=jnp.int32(1), interpret=races)
+    np.testing.assert_allclose(got, (exact if count < 25 else multiplied_out)(x, one), rtol=1e-5, atol=2e-3)
 
 
 def test_what_the_kernel_does_not_take_is_left_to_xla():

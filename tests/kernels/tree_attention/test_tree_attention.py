@@ -1,5 +1,6 @@
 """Tree attention against an independent loop, over many shapes; unused slots may hold anything and stay as they are."""
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
+from races import MODES, cases, no_races
 
 from eagle3_jax.kernels.tree_attention import tpu, tpu_kernel
 from eagle3_jax.kernels.tree_attention.api import append, tree_attention
@@ -182,7 +184,9 @@ def test_pallas_equals_the_loop_in_any_case(**case):
     check(**case)
 
 
-def check(batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, block, rows, seed):
+def check(
+    batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, block, rows, seed, races=None
+):
     """Whatever the page size and what is computed at a time: up to four blocks of several pages, or all pages in one,
     and queries in one or several tiles."""
     rng = np.random.default_rng(seed)
@@ -234,11 +238,11 @@ def check(batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguou
     )
     tolerance = 2e-2 if dtype == "bfloat16" else 5e-5
     for implementation in ("pallas", "xla"):
-        if implementation == "xla" and contiguous:  # no NaNs there: it has them times 0
+        if implementation == "xla" and (contiguous or races):  # no NaNs in rows: it has them times 0
             continue
         with mock.patch.dict(BLOCKS["default"], keys_per_head=block, rows=rows):
             got, *caches = tree_attention(
-                *arguments, **options, implementation=implementation, interpret=pltpu.InterpretParams()
+                *arguments, **options, implementation=implementation, interpret=races or pltpu.InterpretParams()
             )
         np.testing.assert_allclose(
             np.asarray(got, np.float32), expected, atol=tolerance, rtol=tolerance, err_msg=implementation
@@ -265,36 +269,23 @@ def assert_equal(got, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nodes", "batch", "block", "cores"),
-    [
-        (1, 2, 2048, 1),
-        (20, 1, 128, 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [(20, 3, 2048, 1), (20, 3, 128, 1), (1, 3, 128, 2), (20, 4, 128, 2)]
-        ),
-    ],
+    ("mode", "cores", "case"),
+    cases(
+        ((mode, 1 + (i + j) % 2, case) for i, case in enumerate(CASES) for j, mode in enumerate(MODES)),
+        daily=[("eager", 1, CASES[0]), ("on_wait", 2, CASES[4])],
+    ),
 )
-def test_races_and_reads_of_what_was_never_written(nodes, batch, block, cores, monkeypatch):
-    """The interpreter of TPU memory: VMEM begins as NaN, and accesses that may overtake each other are reported.
-
-    Two cores of a device share the sequences where they divide, the KV heads of each where they do not.
-    """
+def test_races_and_reads_of_what_was_never_written(mode, cores, case, monkeypatch):
+    """Two cores of a device share the sequences where they divide, the KV heads of each where they do not."""
     for module in (tpu, tpu_kernel):
         monkeypatch.setattr(module, "cores", lambda: cores)
-    arguments = example(nodes=nodes, batch=batch)
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    with mock.patch.dict(BLOCKS["default"], keys_per_head=block):
-        got = tree_attention(*arguments, implementation="pallas", interpret=params)
-    assert_equal(got, tree_attention(*arguments, implementation="xla"))
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # where the verdict is, and only there
-
-    assert interpret_pallas_call.races is not None
-    assert not interpret_pallas_call.races.races_found
+    with no_races(mode, cores) as races:
+        check(*case, seed=0, races=races)
 
 
 @pytest.mark.slow
-def test_a_sequence_may_continue_the_one_before_it():
+@pytest.mark.parametrize("mode", ["eager", pytest.param("on_wait", marks=pytest.mark.long)])
+def test_a_sequence_may_continue_the_one_before_it(mode):
     """Two rows of 16 tokens of one prompt, on its pages: what the first writes the second reads."""
     rng = np.random.default_rng(0)
     q, new_k, new_v = (jnp.asarray(rng.normal(size=(1, 32, n, 64)), jnp.float32) for n in (4, 2, 2))
@@ -302,25 +293,20 @@ def test_a_sequence_may_continue_the_one_before_it():
     table = jnp.array([[2, 1]], jnp.int32)
     whole = tree_attention(q, new_k, new_v, k, v, jnp.array([120]), page_table=table, implementation="xla")
     rows_q, rows_k, rows_v = (x.reshape(2, 16, *x.shape[2:]) for x in (q, new_k, new_v))
-    # Eager: what is fetched ahead is fetched then, not when it is waited for.
-    params = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True, uninitialized_memory="nan")
-    got = tree_attention(
-        *(rows_q, rows_k, rows_v, k, v, jnp.array([120, 136])),
-        page_table=jnp.repeat(table, 2, axis=0),
-        continued=True,
-        implementation="pallas",
-        interpret=params,
-    )
-    assert_equal((got[0].reshape(whole[0].shape), *got[1:]), whole)
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    assert interpret_pallas_call.races is not None
-    assert not interpret_pallas_call.races.races_found
+    with no_races(mode) as races:  # eager: what is fetched ahead is fetched then, not when it is waited for
+        got = tree_attention(
+            *(rows_q, rows_k, rows_v, k, v, jnp.array([120, 136])),
+            page_table=jnp.repeat(table, 2, axis=0),
+            continued=True,
+            implementation="pallas",
+            interpret=races,
+        )
+        assert_equal((got[0].reshape(whole[0].shape), *got[1:]), whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [5, pytest.param(40, marks=pytest.mark.long)])
-def test_entries_are_appended_without_attention(tokens):
+@pytest.mark.parametrize(("tokens", "mode"), cases(itertools.product((5, 40), MODES), daily=[(5, "eager")]))
+def test_entries_are_appended_without_attention(tokens, mode):
     """Behind different lengths, over a page's end, next to slots that were never written."""
     rng = np.random.default_rng(0)
     new_k, new_v = jnp.asarray(rng.normal(size=(2, 2, tokens, 2, 64)), jnp.float32)
@@ -329,8 +315,9 @@ def test_entries_are_appended_without_attention(tokens):
     keys, values = jnp.asarray(cache)
     operands = new_k, new_v, keys, values, jnp.array([126, 20])
     table = jnp.array([[3, 1], [2, 5]], jnp.int32)
-    got = append(*operands, page_table=table, implementation="pallas", interpret=True)
-    assert_equal(got, append(*operands, page_table=table, implementation="xla"))
+    with no_races(mode) as races:
+        got = append(*operands, page_table=table, implementation="pallas", interpret=races)
+        assert_equal(got, append(*operands, page_table=table, implementation="xla"))
     written = np.asarray(got[0])[[3, 1]].swapaxes(0, 1).reshape(2, 256, 64)[:, 126 : 126 + tokens]
     np.testing.assert_array_equal(written, np.asarray(new_k)[0].swapaxes(0, 1))
 

@@ -1,5 +1,7 @@
 """Logits, argmax and top-k over a vocabulary, against numpy."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,8 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
+from races import MODES, cases, no_races
 
 from eagle3_jax.kernels.vocabulary import tpu as vocabulary_tpu
 from eagle3_jax.kernels.vocabulary.api import argmax, vocabulary_logits, vocabulary_top_k
@@ -110,18 +112,18 @@ def test_nothing_leaks_from_a_query_into_others():
 
 
 @pytest.mark.slow
-def test_races_and_reads_of_what_was_never_written():
-    """The interpreter of TPU memory: what lies behind the vocabulary in the last block is NaN."""
-    x, rows = example((20,), 700)
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary_tpu, "_BLOCK_ROWS", 256)
-        got = vocabulary_top_k(x, rows, 4, implementation="pallas", interpret=params)
-    check(got, reference(x, rows, 4))
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # where the verdict is, and only there
-
-    assert interpret_pallas_call.races is not None
-    assert not interpret_pallas_call.races.races_found
+@pytest.mark.parametrize(
+    ("mode", "cores", "dtype"),
+    cases(itertools.product(MODES, (1, 2), ("float32", "bfloat16")), daily=[("eager", 2, "float32")]),
+)
+def test_races_and_reads_of_what_was_never_written(mode, cores, dtype, monkeypatch):
+    """What lies behind the vocabulary in the last block is NaN; two tiles of queries."""
+    x, rows = example((20,), 700, dtype=dtype)
+    monkeypatch.setattr(vocabulary_tpu, "_BLOCK_ROWS", 256)
+    monkeypatch.setattr(vocabulary_tpu, "_TILE_ROWS", 16)
+    monkeypatch.setattr(vocabulary_tpu, "cores", lambda: cores)
+    with no_races(mode, cores) as races:
+        check(vocabulary_top_k(x, rows, 4, implementation="pallas", interpret=races), reference(x, rows, 4))
 
 
 @pytest.mark.slow
