@@ -193,8 +193,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             processes.say(f"NOT identical: prompt {mismatch['id']}, from token {mismatch['position']} on")
         for tie in report["ties"] or []:
             processes.say(
-                f"near-tie: prompt {tie['id']}, token {tie['position']}: logits {tie['gap']:.4f} apart, where bfloat16 "
-                f"rounds by up to {tie['bound'] / 2:.4f}"
+                f"near-tie: prompt {tie['id']}, token {tie['position']}: logits {tie['gap']:.2g} apart, where rounding "
+                f"moves them by up to {tie['bound'] / 2:.2g}"
             )
 
 

@@ -1,13 +1,14 @@
-"""Near-ties: greedy answers in bfloat16 that differ from vanilla decoding's by rounding alone.
+"""Near-ties: greedy answers that differ from vanilla decoding's by rounding alone.
 
-The rounding of a bfloat16 sum depends on the shape of the pass. So verification of several tokens and a step of one
-token give slightly different logits, and two almost equal tokens may change places. One common recomputation gives both
-tokens' logits again, and their difference is compared with the rounding at this position.
+The rounding of a sum may depend on the shape of the pass. So verification of several tokens and a step of one token
+may give slightly different logits, and two almost equal tokens may change places. A recomputation gives both tokens'
+logits again, and their difference is compared with the rounding at this position.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -29,8 +30,9 @@ class NearTie:
 
     Attributes:
         gap: distance from the lower of the two chosen tokens to the best token of all.
-        bound: twice the largest error of a bfloat16 logit at this position, over all tokens: one token may rise by it
-            and another fall.
+        bound: twice the largest rounding of a logit at this position, over all tokens: one token may rise by it and
+            another fall. The rounding is the distance of a pass over the last token alone to one over all tokens in
+            float32. For a float32 target it is 0 where shapes change no bit.
     """
 
     gap: float
@@ -40,28 +42,33 @@ class NearTie:
 def near_tie(target: TargetModel, prefix: Sequence[int], tokens: tuple[int, int]) -> NearTie | None:
     """Measures the gap of two tokens that may both be the argmax after a prefix, within rounding; None if not.
 
-    In float32 there are no near-ties: the tokens must be equal. Processes that share a target all call this, and get
-    the same answer.
+    Processes that share a target all call this, and get the same answer.
     """
-    if target.embed[...].dtype == jnp.float32:
-        return None
     padded = np.zeros((1, -(-len(prefix) // _STEP) * _STEP), np.int32)
     padded[0, : len(prefix)] = prefix
     with mesh_set(mesh_of(target.embed[...])):
         rounded, exact = (
-            np.asarray(fetch(_logits(model, jnp.asarray(padded), jnp.int32(len(prefix) - 1))), np.float64)
-            for model in (target, _in_float32(target))
+            np.asarray(fetch(_logits(model, jnp.asarray(padded), jnp.int32(len(prefix) - 1), alone)), np.float64)
+            for model, alone in ((target, True), (_in_float32(target), False))
         )
     gap, bound = exact.max() - min(exact[list(tokens)]), 2 * np.abs(rounded - exact).max()
     return NearTie(float(gap), float(bound)) if gap <= bound else None
 
 
-@jax.jit
-def _logits(target: TargetModel, tokens: Int[Array, "1 t"], last: Int[Array, ""]) -> Float[Array, " v"]:
-    """Computes the logits of the token after position `last`, by one pass over the whole sequence."""
+@functools.partial(jax.jit, static_argnums=3)
+def _logits(target: TargetModel, tokens: Int[Array, "1 t"], last: Int[Array, ""], alone: bool) -> Float[Array, " v"]:
+    """Computes the logits of the token after position `last`, by one pass over the whole sequence.
+
+    Args:
+        alone: reads the last token again behind the others, as vanilla decoding does; else it is one of several rows,
+            as in verification.
+    """
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _, _ = target(tokens, positions, target.empty_cache(1, tokens.shape[1]), jnp.zeros(1, jnp.int32))
-    return target.logits(hidden[:, last])[0]
+    hidden, _, cache = target(tokens, positions, target.empty_cache(1, tokens.shape[1]), jnp.zeros(1, jnp.int32))
+    if alone:
+        hidden, _, _ = target(tokens[:, last][None], last[None, None], cache, last[None])
+        return target.logits(hidden)[0, 0]
+    return target.logits(hidden[:, last - jnp.arange(2)])[0, 0]
 
 
 def _in_float32(target: TargetModel) -> TargetModel:
