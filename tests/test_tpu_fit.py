@@ -13,6 +13,7 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 pytest.importorskip("libtpu")
 
@@ -72,6 +73,37 @@ def test_a_missing_compiler_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(ValueError, match=r"libtpu: got none, expected the TPUs' compiler.*pip install libtpu"):
         importlib.import_module("tpu_topology").topology_devices("v5e:1x1")
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [("v6e:1x1", [1, 1, 1]), ("v5e:1x2", [1, 2, 1]), ("v5p:1x1x1", [1, 1, 1]), ("v6e:2x2", None), ("v5e:three", None)],
+)
+def test_a_slice_smaller_than_a_host_is_a_host(name, host, tpu_fit, monkeypatch):
+    asked = []
+    answer = types.SimpleNamespace(devices=[])
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda **options: asked.append(options) or answer)
+    tpu_fit.topology_devices(name)
+    assert asked[0].get("chips_per_host_bounds") == host
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "the total memory required for HLO temporaries (32.00G) exceeds available HBM (31.50G)",
+        "E1000: CompileTimeHbmOom: Ran out of memory in memory space hbm. Used 32.00G of 31.50G hbm. Exceeded hbm",
+        "RESOURCE_EXHAUSTED: Allocation (size=34359738368) would exceed memory (size=33822867456) :: %s0 = inlined",
+    ],
+)
+def test_a_refusal_is_understood_as_each_compiler_words_it(said, tpu_fit):
+    assert tpu_fit.needed_and_available(RuntimeError(said)) == (32 * 2**30, 31.5 * 2**30)
+    with pytest.raises(RuntimeError, match="else"):
+        tpu_fit.needed_and_available(RuntimeError("something else"))
+
+
+@pytest.mark.smoke
+def test_a_chip_s_memory_is_what_its_compiler_leaves(tpu_fit):
+    assert tpu_fit.hbm(tpu_fit.topology_devices("v5e:1x1")) == 15.75 * 2**30
 
 
 @pytest.mark.long

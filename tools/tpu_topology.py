@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
+import re
 from typing import Any
 
 from eagle3_jax.runs.chips import RING_GIGABYTES, TERAFLOPS
@@ -56,8 +58,11 @@ def topology_devices(name: str) -> list[Any]:
 
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("libtpu: got none, expected the TPUs' compiler, which needs no TPU: pip install libtpu")
+    sizes = [int(size) for size in re.findall(r"\d+", name.partition(":")[2])]
+    # libtpu 0.0.41 knows a slice smaller than a host of 2 x 2 chips only where that is said to be the host.
+    host = {"chips_per_host_bounds": [*sizes, 1][:3]} if sizes and math.prod(sizes) < 4 else {}
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **host).devices
     except jax.errors.JaxRuntimeError as error:
         expected = "a TPU topology such as v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1"
         raise ValueError(f"--topology: got {name!r}, expected {expected} ({error})") from error

@@ -76,6 +76,7 @@ def test_the_whole_vocabulary_is_never_there_for_all_positions():
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_the_forward_pass_compiles_for_a_tpu():
     """Conversations over the data axis, KV heads over the model axis, a length that is no multiple of the kernel's."""
     pytest.importorskip("libtpu")

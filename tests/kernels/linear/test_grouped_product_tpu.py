@@ -148,7 +148,7 @@ def shaped(kind: Any, shape: tuple[int, ...], group: int) -> Any:
 @pytest.mark.parametrize(
     ("chip", "kind", "group", "count"),
     [
-        ("v5e", "int4", 32, 8),
+        pytest.param("v5e", "int4", 32, 8, marks=pytest.mark.smoke),
         ("v6e", "int4", 32, 512),
         *(
             pytest.param(chip, kind, group, count, marks=pytest.mark.long)

@@ -81,7 +81,9 @@ def test_packed_numbers_are_counted_as_half_a_byte():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("int8", marks=pytest.mark.smoke), pytest.param("fp8", marks=pytest.mark.long)]
+)
 def test_a_tpu_reads_the_8_bits_and_keeps_no_copy(kind):
     """Of a matrix, of a vocabulary's rows, and of experts, of which it reads one at a time."""
     pytest.importorskip("libtpu")

@@ -43,7 +43,10 @@ def compiled(chip, heads, *, length=2048, batch=1, steps=7, head_dim=128, dtype=
     ("chip", "heads"),
     [
         pytest.param(
-            chip, heads, marks=[] if chip == "v6e" or heads == (32, 8) else pytest.mark.long, id=f"{chip}, {model}"
+            chip,
+            heads,
+            marks=pytest.mark.smoke if (chip, heads) == ("v6e", (32, 8)) else pytest.mark.long,
+            id=f"{chip}, {model}",
         )
         for chip in CHIPS
         for model, heads in MODELS.items()

@@ -40,7 +40,12 @@ def compiled(chip, head, *, queries=16, k=4, dtype=jnp.bfloat16, rows_dtype=None
 @pytest.mark.parametrize(
     ("chip", "head"),
     [
-        pytest.param(chip, head, marks=[] if head[2] == 8 else pytest.mark.long, id=f"{chip}, {model}")
+        pytest.param(
+            chip,
+            head,
+            marks=pytest.mark.smoke if chip == "v6e" and head[2] == 8 else pytest.mark.long,
+            id=f"{chip}, {model}",
+        )
         for chip in CHIPS
         for model, head in HEADS.items()
     ],
