@@ -266,8 +266,8 @@ class Machine:
     def prepare(self, arguments: str = "test", **says: str) -> subprocess.CompletedProcess[str]:
         return self._bash("-c", f"source {self.home}/tools/env.sh; prepare_environment {arguments}", "test.sh", **says)
 
-    def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self._bash(str(self.home / "tools" / script), *arguments)
+    def run(self, script: str, *arguments: str, **says: str) -> subprocess.CompletedProcess[str]:
+        return self._bash(str(self.home / "tools" / script), *arguments, **says)
 
     def _bash(self, *arguments: str, **says: str) -> subprocess.CompletedProcess[str]:
         fake = {"FAKE_VERSION": "3.11.7", "FAKE_VENV_SAYS": "", "FAKE_PIP_SAYS": ""} | says
@@ -339,6 +339,17 @@ def test_hello_installs_decoding_alone_and_nothing_beside_a_larger_environment(m
     before = machine.pip_calls()
     machine.run("hello.sh")
     assert machine.pip_calls() == before
+
+
+@pytest.mark.parametrize("device", ["accel0", "vfio/0"])
+def test_hello_installs_what_a_tpu_needs_where_there_is_one(machine, tmp_path, device):
+    """An environment without libtpu would compute on the VM's CPU."""
+    (tmp_path / "dev" / device).parent.mkdir(parents=True)
+    (tmp_path / "dev" / device).touch()
+    machine.prepare('train "" "test[reference]"')
+    ended = machine.run("hello.sh", DEVICES=str(tmp_path / "dev"))
+    assert ended.returncode == 0, ended.stderr
+    assert [call.rsplit(" ", 1)[1] for call in machine.pip_calls()][2:] == ["requirements/tpu.txt", "."]
 
 
 def test_tests_add_to_training_and_contain_it(machine):

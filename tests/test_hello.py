@@ -90,6 +90,13 @@ def test_answers_are_streamed_twice_and_compared(tmp_path, monkeypatch, capsys):
     assert all(row[-1] == "yes" for row in rows)
 
 
+def test_a_tpu_that_jax_does_not_see_is_refused(monkeypatch):
+    assert hello.where() == hello.machine.hardware()["cpu"]
+    monkeypatch.setattr(hello.machine, "has_tpu", lambda: True)
+    with pytest.raises(ValueError, match="got a CPU, expected this machine's TPU"):
+        hello.where()
+
+
 def test_what_cannot_be_loaded_is_said_in_a_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit, match="config.json is missing"):
         hello.main(["--target", str(tmp_path)])

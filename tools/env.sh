@@ -44,6 +44,11 @@ find_python() {
   fail "needs Python 3.$LEAST or newer, found ${found:-no Python}. Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
 }
 
+# Tells whether this machine has TPU chips, as `machine.has_tpu` of the package does; DEVICES names another /dev.
+has_tpu() {
+  compgen -G "${DEVICES:-/dev}/accel*" >/dev/null || compgen -G "${DEVICES:-/dev}/vfio/[0-9]*" >/dev/null
+}
+
 # Explains a failure in one sentence, from the output of pip or venv.
 explain() {
   local output=$1 last

@@ -33,7 +33,7 @@ from eagle3_jax.decoding.measure.compare import first_difference
 from eagle3_jax.decoding.text import Detokenizer
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, packaged_head
 from eagle3_jax.models.checkpoint.fetch import Target, packaged_model
-from eagle3_jax.runs import command, progress
+from eagle3_jax.runs import command, machine, progress
 
 # What a model of 135M parameters can do: a list, code that the answer quotes, and a question.
 PROMPTS = {
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     with command.run("hello", resumes=False):
-        print(f"Loading {arguments.target} ...", flush=True)
+        print(f"Loading {arguments.target} onto {where()} ...", flush=True)
         with beating("loading"):
             target = load_target(arguments.target)
         draft = arguments.draft or (AUTO if packaged_head(target) else LOOKUP)
@@ -178,6 +178,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             run(stored, draft, colours=colours)
             print("\nThe same in float32:\n", flush=True)
         run(target, draft, colours=colours, quiet=beside)
+
+
+def where() -> str:
+    """Names the device. Raises ValueError: JAX does not see the TPU of this machine, and would use its CPU."""
+    hardware = machine.hardware()
+    if machine.has_tpu() and hardware["accelerator"] is None:
+        raise ValueError("devices: got a CPU, expected this machine's TPU: pip install 'eagle3-jax[tpu]'")
+    return hardware["accelerator"] or hardware["cpu"]
 
 
 def beating(what: str) -> contextlib.AbstractContextManager[None]:
