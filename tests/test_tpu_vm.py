@@ -52,6 +52,9 @@ if what == "describe":
     print(state, said["label"], said["type"], "e30=" if said["spot"] else "", sep=",")
 elif what == "scp" and said["no_key"]:
     sys.exit("ERROR: (gcloud.compute.tpus.tpu-vm.scp) SSH Key is not present in the SSH agent.")
+elif what == "scp" and ":" in asked[asked.index("scp") + 1]:  # from a host
+    path = asked[asked.index("scp") + 1].split(":")[1]
+    shutil.copy(hosts[int(option["worker"])] / path, fake / asked[asked.index("scp") + 2].split("/")[-1])
 elif what == "scp":
     for host in hosts:
         shutil.copy(asked[asked.index("scp") + 1], host / asked[asked.index("scp") + 2].split(":")[1])
@@ -323,6 +326,23 @@ def test_several_hosts_need_the_key_in_the_agent(cloud, kind, hosts):
     assert ended.returncode == 1 and "not copied to all hosts; see above. Run the same command again" in ended.stderr
     assert ("ssh-add ~/.ssh/google_compute_engine" in ended.stderr) == (hosts > 1)
     assert cloud.verbs() == ["describe", "scp"]
+
+
+# ------------------------------------------------------------------------------------------------------------ first run
+@pytest.mark.parametrize(("status", "words"), [(0, ["--run-dir", "gs://my-bucket/a b"]), (1, [])])
+def test_a_first_run_is_on_all_hosts_and_its_figures_come_back(cloud, status, words):
+    for number, host in enumerate(cloud.hosts):
+        (host / "eagle3_jax/runs/first_run").mkdir(parents=True)
+        (host / "eagle3_jax/runs/first_run/first_run.json").write_text(f"of host {number}")
+    (cloud.folder / "exit").write_text(str(status))
+    ended = cloud.run("first-run", *words)
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    assert cloud.verbs() == ["describe", "ssh", "scp"] and "--worker=all" in cloud.asked()[1]
+    for index in range(len(cloud.hosts)):
+        assert cloud.on_host(index) == ["tools/tpu_first_run.py", *words]
+    assert (cloud.folder / "first_run.json").read_text() == "of host 0"
+    assert ("the verb train is left out on 2 hosts" in ended.stderr) == (not words)
+    assert ("something is WRONG" in ended.stderr) == (status > 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------- jobs

@@ -3,6 +3,7 @@
 #
 #     bash tools/tpu_vm.sh create  --name head --zone us-west4-a --type v5litepod-16 --spot
 #     bash tools/tpu_vm.sh install --name head --zone us-west4-a
+#     bash tools/tpu_vm.sh first-run --name head --zone us-west4-a   # is all of it right here, and how fast
 #     bash tools/tpu_vm.sh extract --name head --zone us-west4-a --config my.yaml   # run_dir: gs://my-bucket/my-head
 #     bash tools/tpu_vm.sh train   --name head --zone us-west4-a --config my.yaml -- --train.learning-rate 1e-4
 #     bash tools/tpu_vm.sh serve   --name head --zone us-west4-a --config my.yaml --port 8000
@@ -19,11 +20,12 @@ PATIENCE=5 # looks in a row at which a host may stay silent
 STOPPED=75 # a verb's exit status after SIGTERM, as eagle3_jax/runs/command.py has it
 
 # ------------------------------------------------------------------------------------------------------------ arguments
-COMMANDS="create, install, regenerate, extract, train, serve or delete"
+COMMANDS="create, install, first-run, regenerate, extract, train, serve or delete"
 command=${1:-}
 case $command in
   create) options="--type --wait-minutes --spot" ;;
   install) options="" ;;
+  first-run) options="--run-dir" ;;
   regenerate) options="--config" ;;
   extract) options="--config" ;;
   train) options="--config" ;;
@@ -34,7 +36,7 @@ esac
 shift
 options="--name --zone --project --dry-run $options"
 
-name="" zone="" project="" type="" config="" spot="" dry_run=""
+name="" zone="" project="" type="" config="" spot="" dry_run="" run_dir=""
 port=8000 wait_minutes=60
 overrides=()
 while (($#)); do
@@ -89,7 +91,6 @@ if [[ $command == create ]]; then
   slice "$type" || fail "--type: got ${type:-nothing}, expected v5litepod-N or v6e-N (N chips: 1, 4, 8, 16 ... 256), or v5p-N \
 (N cores: 8, 16 ... 1024). A tpu7x is lent through Kubernetes alone: tools/jobset.yaml."
 fi
-run_dir=""
 if [[ $options == *--config* ]]; then
   [[ -f $config ]] || fail "--config: got ${config:-nothing}, expected a file of a run, such as configs/llama31_8b.yaml."
   if [[ -x $VENV/bin/python ]]; then # else the host refuses what is wrong in it
@@ -193,6 +194,14 @@ if ! "\$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
   python=\$(.uv/bin/uv python find --managed-python 3.12)
 fi
 PYTHON=\$python bash -c 'source tools/env.sh; prepare_environment tpu' install
+EOF
+}
+
+first_run_script() {
+  cat <<EOF
+set -eu
+cd eagle3_jax
+env PYTHONUNBUFFERED=1 EAGLE3_JAX_CREDENTIALS=machine .venv/bin/python tools/tpu_first_run.py${run_dir:+ --run-dir $(printf %q "$run_dir")}
 EOF
 }
 
@@ -318,6 +327,18 @@ install() {
   everywhere installed "$(install_script)"
 }
 
+first_run() {
+  local status=0
+  ready
+  ((hosts == 1)) || [[ -n $run_dir ]] || say "Without --run-dir gs://BUCKET/FOLDER the verb train is left out on $hosts hosts."
+  on_hosts "$(first_run_script)" || status=$?
+  mkdir -p runs
+  ask compute tpus tpu-vm scp "$name:eagle3_jax/runs/first_run/first_run.json" runs/first_run.json "${where[@]}" --worker=0 --quiet ||
+    fail "got no table from host 0; what was said stands above."
+  say "runs/first_run.json holds all figures."
+  ((status == 0)) || fail "first-run: something is WRONG, or a host did not answer; see above."
+}
+
 job() {
   ready
   case $run_dir in
@@ -383,5 +404,6 @@ delete() {
 
 case $command in
   regenerate | extract | train) job ;;
+  first-run) first_run ;;
   *) "$command" ;;
 esac

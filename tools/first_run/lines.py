@@ -1,0 +1,114 @@
+"""A line of the first run's table: what was got, what was expected or predicted, and a verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tpu_topology import CHIPS, Chip
+
+from eagle3_jax.runs.chips import TERAFLOPS
+
+TARGET = "smollm2-135m-instruct"  # comes with the package, and so does its head
+OK, WRONG, SLOW, SKIPPED = "ok", "WRONG", "slow", "skipped"
+# A time is slow from this many times its prediction on.
+TOO_SLOW = 2.0
+_WIDTHS = 46, 40, 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line.
+
+    Attributes:
+        name: what was checked; unique within a run.
+        got, expected: as printed; `expected` is the prediction beside a time, the reason beside a skipped check.
+        verdict: OK, WRONG, SLOW or SKIPPED. Only WRONG fails the run.
+        numbers: the figures behind the text, JSON-ready: seconds, bytes, shares.
+    """
+
+    name: str
+    got: str
+    expected: str
+    verdict: str
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        cells = zip((self.name, self.got, self.expected), _WIDTHS, strict=True)
+        return "  ".join(text.ljust(width) for text, width in cells) + f"  {self.verdict}"
+
+
+HEAD = str(Line("", "got", "expected or predicted", "verdict"))
+
+
+def right(name: str, got: Any, expected: Any, *, ok: bool | None = None, **numbers: Any) -> Line:
+    """Makes the line of a number or a text that must be right: equal to the expected one, unless `ok` tells."""
+    ok = got == expected if ok is None else ok
+    return Line(name, str(got), str(expected), OK if ok else WRONG, numbers)
+
+
+def within(name: str, error: float, most: float, **numbers: Any) -> Line:
+    """Makes the line of an error; NaN is wrong."""
+    return right(name, f"error {error:.1e}", f"at most {most:.1e}", ok=error <= most, error=error, **numbers)
+
+
+def time(name: str, seconds: float, predicted: float | None, more: str = "", **numbers: Any) -> Line:
+    """Makes the line of a time.
+
+    Args:
+        predicted: seconds, see `predict`; None is no prediction.
+        more: text behind the time.
+    """
+    expected = "-" if predicted is None else f"{duration(predicted)}, {predicted / seconds:.0%} of the time"
+    slow = predicted is not None and seconds > TOO_SLOW * predicted
+    numbers = {"seconds": seconds, "predicted_seconds": predicted} | numbers
+    return Line(name, duration(seconds) + more, expected, SLOW if slow else OK, numbers)
+
+
+def skipped(name: str, reason: str) -> Line:
+    return Line(name, "-", reason, SKIPPED)
+
+
+def failed(name: str, error: str) -> Line:
+    """Makes the line of a check that did not come to its end."""
+    return Line(name, error, "no error", WRONG)
+
+
+def attempt(name: str, check: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+    """Yields a check's lines; an error of it becomes a line, so that the next check still runs."""
+    try:
+        yield from check()
+    except Exception as error:
+        traceback.print_exc()
+        text = next(iter(str(error).strip().splitlines()), "")
+        yield failed(name, f"{type(error).__name__}: {text[:200]}")
+
+
+def chip_of(device: Any) -> Chip | None:
+    """Returns the published figures of a JAX device; None where there are none, as for CPUs."""
+    published = TERAFLOPS.get(device.device_kind)
+    return next((chip for chip in CHIPS.values() if chip.teraflops == published), None)
+
+
+def predict(chip: Chip | None, *, read: float = 0, operations: float = 0, devices: int = 1) -> float | None:
+    """Predicts the seconds of a program: the larger of its bytes and its operations over the devices' figures.
+
+    The prediction is a floor: collectives, small operations and waits take time too.
+
+    Args:
+        chip: None predicts nothing.
+        read: bytes to move between HBM and all devices together.
+        operations: of matrix products in bfloat16, on all devices together.
+    """
+    if chip is None:
+        return None
+    return max(read / (chip.gigabytes * 1e9), operations / (chip.teraflops * 1e12)) / devices
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

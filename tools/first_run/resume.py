@@ -1,0 +1,148 @@
+"""The verb `train` as a user starts it: whole, and stopped by SIGTERM and started again; both must be the same."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time as clock
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import yaml
+
+from eagle3_jax.config import TargetConfig, run_file
+from eagle3_jax.extract import __main__ as extract
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.runs import disk, manifest, processes
+from eagle3_jax.runs.command import STOPPED
+from first_run.lines import OK, Line, attempt, right, skipped, time
+
+STEPS = 30
+SECONDS = 300  # for one run of the verb
+RUNS = ("whole", "stopped")
+FEATURES = "features of the verb extract"
+# Numbers that depend on the clock.
+_TIMES = re.compile(r"second|wait|teraflops|mfu|gibibytes")
+
+
+def features(target: str, run_dir: str | None, config: pathlib.Path, *, small: bool) -> Iterator[Line]:
+    """Writes two equal runs up to their features, and their config, which `resumed` then runs.
+
+    Args:
+        run_dir: a folder that all hosts see, in which each first run gets one of its own; None has one host alone.
+    """
+    config.unlink(missing_ok=True)
+    if run_dir is None and processes.count() > 1:
+        yield skipped(FEATURES, "needs --run-dir, a folder that all hosts see, such as gs://BUCKET/first-run")
+        return
+    place = run_dir or str(config.parent / "training")
+    place = processes.agree(lambda: f"{place}/{clock.strftime('%Y%m%d-%H%M%S')}")
+    yield from attempt(FEATURES, functools.partial(_features, target, place, config, small=small))
+
+
+def _features(target: str, run_dir: str, path: pathlib.Path, *, small: bool) -> Iterator[Line]:
+    """The target computes the states of its conversations while the head is trained: no states are kept."""
+    rows, length = jax.device_count(), 64 if small else 1024
+    steps = STEPS // 3 if small else STEPS
+    values = {
+        "target": {"name": target},
+        "draft": {"vocab_size": 128 if small else 8192},
+        "mesh": {"data": 0, "model": 1},
+        "extract": {"states": "none", "max_length": length, "batch_tokens": length},
+        "train": {"features": "online", "ttt_steps": 2 if small else 7, "batch_size": rows, "row_length": length}
+        | {"loss_block": min(length, 512), "epochs": 1000, "max_steps": steps, "log_every": 1, "eval_every": steps}
+        | {"checkpoint_every": steps, "argmax_mask": False},
+    }
+    loaded = load_target(TargetConfig(name=target), only=())
+    for run in RUNS:
+        config = run_file.from_dict(values | {"run_dir": f"{run_dir}/{run}"})
+        processes.agree(lambda config=config: _conversations(config, loaded.identity, rows))
+        extract.extract(config)
+    path.write_text(yaml.safe_dump(values | {"run_dir": run_dir}))
+    yield Line(FEATURES, f"written, {rows} rows of {length} tokens a step", "-", OK)
+
+
+def _conversations(config: Any, identity: Any, rows: int) -> None:
+    folder = config.folder("regenerate")
+    if manifest.begin(folder, {"target": identity}):
+        return
+    for split, count in (("train", 4 * rows), ("held_out", 2)):
+        lines = []
+        for number in range(count):
+            words = " ".join(f"{number * place % 97} and {place}" for place in range(40))
+            messages = [{"role": "user", "content": f"Count {number}."}, {"role": "assistant", "content": words}]
+            line = {"id": f"{split}-{number}", "category": "chat", "messages": messages}
+            lines.append(json.dumps(line | {"truncated": False, "answer_ids": None}) + "\n")
+        with disk.atomic(folder / f"{split}.jsonl") as temporary:
+            temporary.write_text("".join(lines))
+    manifest.finish(folder, files=["train.jsonl", "held_out.jsonl"])
+
+
+def resumed(config: pathlib.Path) -> Iterator[Line]:
+    """Runs the verb on both runs, in processes of their own; called where no device is held."""
+    yield from attempt("train", functools.partial(_resumed, config))
+
+
+def _resumed(config: pathlib.Path) -> Iterator[Line]:
+    run_dir, logs = yaml.safe_load(config.read_text())["run_dir"], config.parent
+    command = [sys.executable, "-m", "eagle3_jax.train", "--config", str(config), "--run-dir"]
+    status = _train([*command, f"{run_dir}/whole"], logs / "train-whole.log")
+    yield right("train: exit status", status, 0)
+    before = metrics(f"{run_dir}/whole")
+    later = [line for line in before if line["kind"] == "train" and line["step"] > 2]
+    wait = statistics.median(line["data_wait"] for line in later)
+    step = statistics.median(line["tokens"] / line["tokens_per_second"] for line in later)
+    yield time("train: a step, logged", step, None, f", {wait:.1%} of it waiting for data", data_wait=wait)
+    stopped = [*command, f"{run_dir}/stopped"]
+    status = _train(stopped, logs / "train-stopped.log", stop=f"{run_dir}/stopped")
+    yield right("train: exit status after SIGTERM", status, STOPPED)
+    reached = max(line["step"] for line in metrics(f"{run_dir}/stopped"))
+    yield right("train: exit status, started again", _train(stopped, logs / "train-again.log"), 0)
+    yield same(before, metrics(f"{run_dir}/stopped"), reached)
+
+
+def metrics(run_dir: str) -> list[dict[str, Any]]:
+    """Reads the metrics of a run; none before its first step."""
+    path = disk.path_of(run_dir) / "checkpoints" / "metrics.jsonl"
+    if disk.is_remote(path):
+        lines = disk.log_lines(path)
+    else:  # `log_lines` would cut the line that the verb is writing
+        lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def same(expected: Sequence[dict[str, Any]], got: Sequence[dict[str, Any]], stopped: int) -> Line:
+    """Makes the line of a run that was stopped behind a step: every number must be that of the run that was not."""
+
+    def untimed(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: value for name, value in line.items() if not _TIMES.search(name)} for line in lines]
+
+    pairs = zip(untimed(expected), untimed(got), strict=False)
+    differ = next((line for line, other in pairs if line != other), None)
+    text = f"{len(got)} lines, stopped behind step {stopped}"
+    if differ is not None:
+        text += f", another {differ['kind']} at step {differ['step']}"
+    ok = differ is None and len(expected) == len(got)
+    return right("train: the run that was stopped", text, f"the same {len(expected)} lines", ok=ok)
+
+
+def _train(command: Sequence[str], log: pathlib.Path, stop: str | None = None) -> int:
+    """Runs the verb to its end, or sends SIGTERM behind the first step of the run `stop`; returns its exit status."""
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    until, waiting = clock.monotonic() + SECONDS, stop is not None
+    while process.poll() is None:
+        if waiting and metrics(str(stop)):
+            process.send_signal(signal.SIGTERM)
+            waiting = False
+        if clock.monotonic() > until:
+            process.kill()
+        clock.sleep(0.02)
+    return process.returncode

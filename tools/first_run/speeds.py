@@ -1,0 +1,118 @@
+"""Times of products of few rows, collectives, and the host's transfers and dispatches; what they return is checked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import Mesh, NamedSharding
+
+from eagle3_jax.config import MeshConfig
+from eagle3_jax.decoding.device.report import Report
+from eagle3_jax.decoding.measure import timing
+from eagle3_jax.kernels.linear import few_rows
+from eagle3_jax.mesh import make_mesh, put, replicated
+from eagle3_jax.models.inference_layout import Product
+from first_run.lines import Line, attempt, chip_of, predict, right, skipped, time
+
+TIMES = 16  # collectives in one program
+ARGUMENTS = 400  # as many leaves as an 8B target, its head and its caches have
+
+
+def speeds(*, small: bool) -> Iterator[Line]:
+    yield from attempt("products of few rows", functools.partial(_products, small=small))
+    # The chips of a host as one row, then all chips as rows of their own.
+    meshes = {"model": make_mesh(MeshConfig(model=jax.local_device_count())), "data": make_mesh(MeshConfig())}
+    for axis, mesh in meshes.items():
+        for elements in (2**11, 2**16 if small else 2**24):
+            check = functools.partial(_collectives, axis, mesh, elements)
+            yield from attempt(f"collectives over {axis}, {4 * elements} bytes", check)
+    yield from attempt("host", _host)
+
+
+def _products(*, small: bool) -> Iterator[Line]:
+    shape = (256, 512) if small else (4096, 14336)
+    keys = jax.random.split(jax.random.key(0), few_rows.SAMPLE)
+    matrices = [0.02 * jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+    chip = chip_of(matrices[0].device)
+    works = [functools.partial(_multiply, matrices, rows) for rows in few_rows.COUNTS]
+    for rows, seconds in zip(few_rows.COUNTS, timing.in_turns(works, lambda: None), strict=True):
+        size = shape[0] * shape[1]
+        predicted = predict(chip, read=2 * size, operations=2 * rows * size)
+        name = f"product of {rows} rows, {' x '.join(map(str, shape))}"
+        yield time(name, seconds / len(matrices), predicted, rows=rows)
+
+
+def _multiply(matrices: list[jax.Array], rows: int) -> None:
+    Product(matrices[0].shape, vocabulary=False).times(matrices, rows).block_until_ready()
+
+
+def _collectives(axis: str, mesh: Mesh, elements: int) -> Iterator[Line]:
+    size = mesh.shape[axis]
+    name = f"over {axis} ({size}), {4 * elements:,} bytes"
+    if size == 1:
+        yield skipped(name, "one device")
+        return
+
+    def all_reduce(x: jax.Array) -> jax.Array:  # the mean: from the second on it stays
+        return jax.lax.psum(x, axis) / size
+
+    def all_gather(x: jax.Array) -> jax.Array:  # the next one's share
+        whole = jax.lax.optimization_barrier(jax.lax.all_gather(x, axis, tiled=True))
+        return jax.lax.dynamic_slice(whole, ((jax.lax.axis_index(axis) + 1) % size * len(x),), (len(x),))
+
+    # Of the bytes of an array, a ring moves this share through each link.
+    for kind, share, own in ((all_reduce, 2 * (size - 1) / size, elements), (all_gather, (size - 1) / size, None)):
+        numbers = functools.partial(_numbers, size, own or elements // size)
+        start = jax.jit(numbers, out_shardings=NamedSharding(mesh, P(axis)))()
+        once = _over(mesh, axis, kind)(start)
+        found = [float(np.asarray(shard.data)[-1]) for shard in once.addressable_shards]
+        places = {device: index for index, device in enumerate(mesh.devices.reshape(-1))}
+        ranks = [places[shard.device] % size for shard in once.addressable_shards]
+        expected = [(size - 1) / 2 if kind is all_reduce else float((rank + 1) % size) for rank in ranks]
+        yield right(f"{kind.__name__} {name}", found, expected)
+        several = _over(mesh, axis, functools.partial(_several, kind))
+        seconds = timing.in_turns([lambda f=several, x=start: f(x).block_until_ready()], lambda: None)[0] / TIMES
+        rate = share * 4 * elements / seconds / 1e9
+        yield time(f"{kind.__name__} {name}: time", seconds, None, f", {rate:.3g} GB/s", gigabytes_per_second=rate)
+
+
+def _several(kind: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, TIMES, lambda _, x: kind(x), x)
+
+
+def _numbers(size: int, own: int) -> jax.Array:
+    """Makes shares of `own` numbers, all equal to the share's place."""
+    return jnp.repeat(jnp.arange(size, dtype=jnp.float32), own)
+
+
+def _over(mesh: Mesh, axis: str, function: Callable[[jax.Array], jax.Array]) -> Any:
+    """Makes a program of `function` on each device's share; shares of the axis lie side by side."""
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False))
+
+
+def _host() -> Iterator[Line]:
+    mesh = Mesh(np.array(jax.local_devices()), "model")
+    width = sum(column.width for column in Report.of_decode(7, 64, None).columns)
+    report = np.arange(8 * width, dtype=np.int32).reshape(8, width)
+    add = jax.jit(lambda x: x + 1, out_shardings=replicated(mesh))
+    on_device, fresh = put(report, replicated(mesh)), None
+
+    def prepare() -> None:
+        nonlocal fresh
+        fresh = jax.block_until_ready(add(on_device))
+
+    seconds = timing.in_turns([lambda: np.asarray(fresh)], prepare)[0]
+    yield right("a report on the host", bool((np.asarray(fresh) == report + 1).all()), True)
+    yield time(f"a report of {report.nbytes:,} bytes to the host", seconds, None)
+    for count in (1, ARGUMENTS):
+        some = [put(np.full(8, index, np.int32), replicated(mesh)) for index in range(count)]
+        last = jax.jit(lambda xs: xs[-1] + 1, keep_unused=True)
+        yield right(f"a program of {count} arguments", int(np.asarray(last(some))[0]), count)
+        seconds = timing.in_turns([lambda f=last, x=some: f(x).block_until_ready()], lambda: None)[0]
+        yield time(f"a program of {count} arguments: time", seconds, None)

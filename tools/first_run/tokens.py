@@ -1,0 +1,124 @@
+"""Greedy answers of a real model with drafts against those without, in each dtype, on one chip and on several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import full_size
+import hello
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3_jax.config import DraftConfig, DraftTree, MeshConfig, TargetConfig
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.load import load_models
+from eagle3_jax.decoding.measure.compare import Tally, compare, total
+from eagle3_jax.decoding.measure.near_tie import near_tie
+from eagle3_jax.decoding.prompt import encode
+from eagle3_jax.formats.packaged import AUTO, LOOKUP, packaged_head
+from eagle3_jax.mesh import make_mesh
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.runs import processes
+from first_run import sizes
+from first_run.lines import OK, TARGET, WRONG, Line, attempt
+
+TREES = {
+    "chain": DraftTree(num_steps=3, num_draft_tokens=4),
+    "tree": DraftTree(num_steps=5, topk=4, num_draft_tokens=16),
+    LOOKUP: DraftTree(num_steps=8, num_draft_tokens=9),
+}
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
+# Tokens a round of the packaged head on these prompts, as CPUs count them in float32. A head that drafts worse on a
+# chip changes no token.
+TAU: dict[str, float] = {}
+MOST_WORSE = 0.1  # share of tau
+MAX_TOKENS, MAX_LENGTH = 64, 512
+
+
+def tokens(target: str, *, small: bool) -> Iterator[Line]:
+    """Every host compares on chips of its own."""
+    with processes.among((processes.index(),)):
+        for dtype in DTYPES:
+            yield from attempt(f"tokens in {dtype}", functools.partial(_real, dtype, target, small=small))
+            if jax.local_device_count() > 1:
+                check = functools.partial(_split, dtype, small=small)
+                yield from attempt(f"tokens in {dtype} on all devices", check)
+
+
+def _real(dtype: Dtype, name: str, *, small: bool) -> Iterator[Line]:
+    """A real model on one device, with its packaged head."""
+    target = load_target(TargetConfig(name=name, dtype=dtype))
+    model, tokenizer, head, _ = load_models(
+        target,
+        AUTO if packaged_head(target) else random_head(target.model),
+        **dict.fromkeys(("dtype", "weights", "mesh", "token_map")),
+    )
+    prompts = {key: encode(tokenizer, text) for key, text in hello.PROMPTS.items()}
+    taus = TAU if name == TARGET else {}
+    yield from _compared(f"{dtype}, 1 device", model, tokenizer, head, prompts, taus, small=small)
+
+
+def _split(dtype: Dtype, *, small: bool) -> Iterator[Line]:
+    """Two layers of an 8B target over all chips of a host, whose KV heads they divide; weights are random."""
+    devices = jax.local_devices()
+    run = sizes.sized(make_mesh(MeshConfig(data=1, model=len(devices)), devices), small=small)
+    shape = dataclasses.replace(run.shape, num_hidden_layers=2, aux_layers=(0, 1, 2))
+    config = dataclasses.replace(run.config, target=dataclasses.replace(run.config.target, dtype=dtype))
+    run = dataclasses.replace(run, shape=shape, config=config)
+    rng = np.random.default_rng(0)
+    prompts = {key: rng.integers(0, shape.vocab_size, 40).tolist() for key in hello.PROMPTS}
+    name = f"{dtype}, {len(devices)} devices"
+    yield from _compared(name, run.target, full_size.NoTokenizer(), run.draft, prompts, {}, small=small)
+
+
+def _compared(
+    where: str,
+    model: TargetModel,
+    tokenizer: Any,
+    head: Any,
+    prompts: Mapping[str, list[int]],
+    taus: Mapping[str, float],
+    *,
+    small: bool,
+) -> Iterator[Line]:
+    size = {"batch_size": len(prompts), "max_length": MAX_LENGTH, "prefix_cache": False}
+    params = SamplingParams(max_tokens=MAX_TOKENS // 4 if small else MAX_TOKENS)
+    asked = [{"id": key, "category": "all", "prompt": ids} for key, ids in prompts.items()]
+    vanilla, judge = Engine(model, tokenizer, None, **size), functools.partial(near_tie, model)
+    for draft, tree in TREES.items():
+        engine = Engine(model, tokenizer, LOOKUP if draft == LOOKUP else head, tree, **size)
+        tallies = compare(vanilla, engine, asked, params, len(prompts), judge, progress=False)
+        yield judged(f"{where}, {draft}", total(list(tallies.values())), taus.get(draft))
+
+
+def random_head(target: TargetModel) -> Draft:
+    """Makes a head of random weights, for a target without a packaged one: its drafts are wrong, the tokens right."""
+    config = target.config
+    shape = DraftHeadConfig.for_target(DraftConfig(vocab_size=min(config.vocab_size, 1024)), config)
+    dtype = target.embed[...].dtype
+    head = full_size.random(lambda: DraftHead(shape, dtype=dtype, rngs=nnx.Rngs(0)))
+    return Draft(head, jnp.arange(shape.draft_vocab_size, dtype=jnp.int32))
+
+
+def judged(name: str, tally: Tally, tau: float | None) -> Line:
+    """Makes the line of answers that must be vanilla decoding's, up to near-ties.
+
+    Args:
+        tau: expected tokens a round; None expects none.
+    """
+    report = tally.report(exact=True)
+    ties, mismatches = report["ties"], report["mismatches"]
+    got = f"{report['identical']} of {report['prompts']}, {len(ties)} near-ties, tau {report['tau']:.2f}"
+    where = ", ".join(f"{at['id']} differs from token {at['position']} on" for at in mismatches)
+    worse = tau is not None and report["tau"] < (1 - MOST_WORSE) * tau
+    expected = "vanilla decoding's tokens" + (f", tau {tau:.2f}" if tau is not None else "")
+    return Line(name, f"{got}; {where}" if where else got, expected, WRONG if mismatches or worse else OK, report)

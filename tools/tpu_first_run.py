@@ -1,0 +1,185 @@
+"""The first run on a TPU: checks numbers, measures times beside their predictions, and writes one table and one JSON.
+
+    .venv/bin/python tools/tpu_first_run.py --output first_run.json
+
+Run it on every host of a slice at once (`tools/tpu_vm.sh first-run` does); process 0 prints. The stages:
+
+- device: versions, chips, and their memory against the chip's HBM.
+- kernels: every Pallas kernel of tools/tpu_kernels.py against XLA's operations; products in float32; equal scores.
+- speeds: products of 1 to 16 rows, collectives over the chips of a host and over all, transfers and dispatches.
+- tokens: greedy answers of a packaged model with drafts against those without, in each dtype, on one chip and several.
+- rounds: an 8B target's rounds by draft, with random weights, on all chips of a host.
+- training: a training step at that size; the verb `train`, stopped by SIGTERM and started again.
+
+Each stage is a process of its own: one that fails, crashes or hangs is a line of the table, and the next ones still
+run. Exit status 1: something is WRONG; 2: a wrong argument. A time above twice its prediction is "slow", which fails
+nothing. Predictions are floors: bytes or operations over the chip's published figures, or the compiler's cycles.
+
+--small runs every stage at toy sizes, on CPUs too, where kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from first_run.lines import TARGET
+
+from eagle3_jax.runs import environment, machine
+
+STAGES = ("device", "kernels", "speeds", "tokens", "rounds", "training")
+SECONDS = 1200  # for one stage
+# For the causes of failures, which libtpu and the coordinator log.
+_TPU_LOGS = {"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "0"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/first_run/first_run.json"))
+    parser.add_argument("--stages", default=",".join(STAGES), help="some of " + ",".join(STAGES))
+    parser.add_argument("--small", action="store_true", help="toy sizes")
+    parser.add_argument("--target", default=TARGET, help="the model of `tokens` and of the verb `train`")
+    parser.add_argument("--run-dir", help="where the verb `train` runs; several hosts need a folder that all see")
+    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    stages = arguments.stages.split(",")
+    if unknown := set(stages) - set(STAGES):
+        parser.error(f"--stages: got {', '.join(sorted(unknown))}, expected some of {', '.join(STAGES)}")
+    if arguments.output.suffix != ".json":
+        parser.error(f"--output: got {arguments.output}, expected a file that ends with .json")
+    environment.prepare()
+    if arguments.stage:
+        run_stage(arguments)
+    else:
+        sys.exit(run(arguments, stages))
+
+
+def run(arguments: argparse.Namespace, stages: list[str]) -> int:
+    """Runs the stages one after the other; returns the exit status."""
+    from first_run import lines
+
+    folder = arguments.output.resolve().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    if machine.has_tpu():
+        os.environ.update(_TPU_LOGS)
+    print(lines.HEAD, flush=True)
+    found: list[lines.Line] = []
+    process = 0
+    for stage in stages:
+        file, log = _files(folder, stage)
+        file.unlink(missing_ok=True)
+        said = _child([sys.executable, __file__, *sys.argv[1:], "--stage", stage], log)
+        records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        process = next((record["process"] for record in records if "process" in record), process)
+        found += [lines.Line(**record) for record in records if "process" not in record]
+        more = [] if said is None else [lines.failed(stage, said)]
+        if stage == "training" and (folder / "train.yaml").exists() and said is None:
+            from first_run import resume
+
+            more = resume.resumed(folder / "train.yaml")
+        for line in more:
+            found.append(line)
+            if process == 0 or line.verdict == lines.WRONG:
+                print(line, flush=True)
+        if process == 0:
+            _write(arguments.output, found)
+    counts = collections.Counter(line.verdict for line in found)
+    if process == 0:
+        print(f"{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}: {arguments.output}")
+    return int(counts[lines.WRONG] > 0)
+
+
+def _files(folder: pathlib.Path, stage: str) -> tuple[pathlib.Path, pathlib.Path]:
+    return folder / f"{stage}.jsonl", folder / f"{stage}.log"
+
+
+def _child(command: list[str], log: pathlib.Path) -> str | None:
+    """Runs a stage; returns the last words of one that did not end well."""
+    with open(log, "w") as file:
+        try:
+            done = subprocess.run(command, stderr=file, timeout=SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return f"no end within {SECONDS} seconds, see {log}"
+    if done.returncode == 0:
+        return None
+    written = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"exit status {done.returncode}: {written[-1][:200] if written else ''} (all of it: {log})"
+
+
+def _write(output: pathlib.Path, found: list[Any]) -> None:
+    partial = output.with_suffix(".partial")
+    partial.write_text(json.dumps([dataclasses.asdict(line) for line in found], indent=1) + "\n")
+    partial.replace(output)
+
+
+def run_stage(arguments: argparse.Namespace) -> None:
+    """Runs one stage, as one of the processes of the slice, and writes its lines beside the output."""
+    from first_run import lines
+
+    from eagle3_jax.runs import command, processes
+
+    folder = arguments.output.resolve().parent
+    with command.run(f"tpu_first_run, {arguments.stage}", resumes=False):
+        with open(_files(folder, arguments.stage)[0], "w") as file:
+            file.write(json.dumps({"process": processes.index()}) + "\n")
+
+            def report(line: lines.Line) -> None:
+                file.write(json.dumps(dataclasses.asdict(line)) + "\n")
+                file.flush()
+                if processes.index() == 0:
+                    print(line, flush=True)
+
+            found = []
+            for line in _stage(arguments, folder):
+                report(line)
+                found.append(dataclasses.asdict(line))
+            _, *others = processes.gather(found)
+            for number, host in enumerate(others if processes.index() == 0 else (), 1):
+                for values in host:
+                    if values["verdict"] in (lines.WRONG, lines.SLOW):
+                        report(lines.Line(**values | {"name": f"host {number}: {values['name']}"}))
+
+
+def _stage(arguments: argparse.Namespace, folder: pathlib.Path) -> Iterator[Any]:
+    """Yields the lines of a stage. Each one imports what it needs: a failing import is the stage's own failure."""
+    small, target = arguments.small, arguments.target
+    match arguments.stage:
+        case "device":
+            from first_run.device import device
+
+            yield from device()
+        case "kernels":
+            from first_run.kernels import kernels
+
+            yield from kernels(small=small)
+        case "speeds":
+            from first_run.speeds import speeds
+
+            yield from speeds(small=small)
+        case "tokens":
+            from first_run.tokens import tokens
+
+            yield from tokens(target, small=small)
+        case "rounds":
+            from first_run.sizes import rounds
+
+            yield from rounds(small=small)
+        case "training":
+            from first_run import resume, sizes
+
+            yield from sizes.steps(small=small)
+            yield from resume.features(target, arguments.run_dir, folder / "train.yaml", small=small)
+
+
+if __name__ == "__main__":
+    main()
