@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 
@@ -63,6 +64,32 @@ def test_predictions_are_the_larger_of_bytes_and_operations():
     assert lines.predict(None, read=1) is None
     assert lines.chip_of(types.SimpleNamespace(device_kind="TPU v6 lite")) == V6E
     assert lines.chip_of(jax.devices("cpu")[0]) is None
+
+
+def test_collectives_are_predicted_by_their_way_around_the_chips():
+    """Eight chips of a 2 x 4 slice in a ring, and the pairs of its other axis."""
+    places = [(x, y, 0) for y in range(4) for x in range(2)]
+    chips = [types.SimpleNamespace(device_kind="TPU v6 lite", coords=place) for place in places]
+    ring = [chips[i] for i in (0, 2, 4, 6, 7, 5, 3, 1)]
+
+    def on(devices: Any) -> Any:
+        shape = {"data": devices.shape[0], "model": devices.shape[1]}
+        return types.SimpleNamespace(devices=devices, size=8, axis_names=tuple(shape), shape=shape)
+
+    whole, pairs = on(np.array(ring).reshape(1, 8)), on(np.array(chips).reshape(4, 2))
+    seconds = lines.predict_collective("all-gather", 1 << 30, "model", whole)
+    assert seconds == pytest.approx(7 / 8 * (1 << 30) / 180e9 + 4e-6, rel=1e-3)
+    assert lines.predict_collective("all-gather", 1 << 30, "model", pairs) == pytest.approx(
+        1 / 2 * (1 << 30) / 180e9 + 1e-6, rel=1e-3
+    )
+    assert lines.predict_collective("all-gather", 8, "data", pairs) == pytest.approx(3e-6, rel=1e-3)
+
+
+def test_what_the_compiler_writes_in_another_way_predicts_nothing(monkeypatch):
+    mesh: Any = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(device_kind="TPU v6 lite")]))
+    monkeypatch.setattr(lines.tpu_hlo, "optimised", lambda lowered: "no program")
+    lowered: Any = None
+    assert lines.predict_program(lowered, mesh, rounds=False) is None
 
 
 def test_a_kernel_s_time_is_predicted_by_the_compiler_s_cycles_where_they_are_known():

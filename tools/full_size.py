@@ -40,13 +40,14 @@ from run_parser import run_parser
 
 from eagle3_jax.config import DraftTree, MeshConfig, RunConfig, run_file
 from eagle3_jax.decoding.choice.tiers import Tier
+from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import profile, timing
 from eagle3_jax.extract import hidden_states
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.quantised import bytes_of
-from eagle3_jax.mesh import batch_sharding, make_mesh, put, shardings
+from eagle3_jax.mesh import batch_sharding, make_mesh, mesh_set, put, shardings
 from eagle3_jax.models import states
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -61,6 +62,7 @@ from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_state, make_train_step
 
 Row = dict[str, Any]
+Predict = Callable[[jax.stages.Lowered, bool], float | None]  # of a program, and whether it loops over rounds
 TURNS = 5  # after the first
 ACCEPTANCE = 0.8
 CHAINS = (DraftTree(num_steps=3, num_draft_tokens=4), DraftTree(num_steps=7, num_draft_tokens=8))
@@ -86,6 +88,7 @@ class Run:
         peak: operations a second of a large product on the devices together.
         mesh: the devices; None is one.
         prompt, answer: tokens of each in `decode`; the first of an answer comes from the prompt's pass.
+        predict: predicts the seconds of a training step, or of a round; None predicts nothing.
     """
 
     config: RunConfig
@@ -94,6 +97,7 @@ class Run:
     mesh: Mesh | None = None
     prompt: int = 512
     answer: int = 257
+    predict: Predict | None = None
 
     @property
     def head(self) -> DraftHeadConfig:
@@ -144,11 +148,12 @@ def train(run: Run) -> Iterator[Row]:
         state, metrics = step(state, fixed, batch)
         return metrics["loss"]
 
+    predicted = run.predict and run.predict(step.lower(state, fixed, batch), False)
     seconds = timed(work)
     once = math.prod(state.head.fc.shape)
     weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.head))
     operations = 6 * (once + config.ttt_steps * (weights - once)) + 2 * math.prod(fixed.rows.shape)
-    yield throughput(run, "train", math.prod(shape), seconds, operations)
+    yield throughput(run, "train", math.prod(shape), seconds, operations) | {"predicted_seconds": predicted}
 
 
 def extract(run: Run) -> Iterator[Row]:
@@ -190,15 +195,15 @@ def decode(run: Run) -> Iterator[Row]:
 
         def measured(tier: Tier, name: str, engine: Engine = engine, prompts: list[list[int]] = prompts) -> Row:
             seconds, tau = rounds(engine, tier, prompts, params)
-            read = profile.bytes_read(
-                Models.of(run.target, run.draft), tier, len(prompts), run.prompt + run.answer // 2
-            )
+            length = run.prompt + run.answer // 2
+            read = profile.bytes_read(Models.of(run.target, run.draft), tier, len(prompts), length)
             return {
                 "part": f"decode, batch {len(prompts)}, {name}",
                 "tokens_per_second": len(prompts) * tau / seconds,
                 "tau": tau,
                 "round_ms": 1e3 * seconds,
                 "gigabytes_per_second": read / seconds / 1e9,
+                "predicted_seconds": run.predict and run.predict(_rounds_of(engine, tier), True),
             }
 
         vanilla = engine.tiers.tiers[0]
@@ -226,6 +231,14 @@ def rounds(engine: Engine, tier: Tier, prompts: list[list[int]], params: Samplin
             seconds.append((taken - waited) / max(each.rounds for each in stats))
         tau = statistics.mean(each.acceptance_length for each in stats)
     return statistics.median(seconds), tau
+
+
+def _rounds_of(engine: Engine, tier: Tier) -> jax.stages.Lowered:
+    """Lowers the program of rounds that the engine, which has answered, runs."""
+    runner = engine._runner
+    call = runner.decode_call(width=runner.sizes.batch, tier=tier)
+    with mesh_set(runner.mesh):
+        return programs.decode.lower(*call.arguments(runner._state), **call.static)
 
 
 PARTS = {"train": train, "extract": extract, "products": products, "decode": decode}

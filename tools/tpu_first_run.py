@@ -13,7 +13,9 @@ Run it on every host of a slice at once (`tools/tpu_vm.sh first-run` does); proc
 
 Each stage is a process of its own: one that fails, crashes or hangs is a line of the table, and the next ones still
 run. Exit status 1: something is WRONG; 2: a wrong argument. A time above twice its prediction is "slow", which fails
-nothing. Predictions are floors: bytes or operations over the chip's published figures, or the compiler's cycles.
+nothing. Rounds, training steps and collectives are predicted as tools/tpu_price.py prices the compiled program, kernels
+by the compiler's cycles (tools/tpu_profile.py). Otherwise a prediction is a floor: bytes or operations over the chip's
+published figures.
 
 --small runs every stage at toy sizes, on CPUs too, where kernels are interpreted.
 """
@@ -31,11 +33,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from first_run.lines import TARGET
-
 from eagle3_jax.runs import environment, machine
 
 STAGES = ("device", "kernels", "speeds", "tokens", "rounds", "training")
+TARGET = "smollm2-135m-instruct"  # comes with the package, and so does its head
 SECONDS = 1200  # for one stage
 # For the causes of failures, which libtpu and the coordinator log.
 _TPU_LOGS = {"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "0"}

@@ -7,11 +7,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
+import tpu_hlo
+import tpu_price
+from jax.sharding import Mesh
 from tpu_topology import CHIPS, Chip
 
 from eagle3_jax.runs.chips import TERAFLOPS
 
-TARGET = "smollm2-135m-instruct"  # comes with the package, and so does its head
 OK, WRONG, SLOW, SKIPPED = "ok", "WRONG", "slow", "skipped"
 # A time is slow from this many times its prediction on.
 TOO_SLOW = 2.0
@@ -63,7 +67,7 @@ def time(name: str, seconds: float, predicted: float | None, more: str = "", **n
     """
     expected = "-" if predicted is None else f"{duration(predicted)}, {predicted / seconds:.0%} of the time"
     slow = predicted is not None and seconds > TOO_SLOW * predicted
-    numbers = {"seconds": seconds, "predicted_seconds": predicted} | numbers
+    numbers |= {"seconds": seconds, "predicted_seconds": predicted}
     return Line(name, duration(seconds) + more, expected, SLOW if slow else OK, numbers)
 
 
@@ -105,6 +109,33 @@ def predict(chip: Chip | None, *, read: float = 0, operations: float = 0, device
     if chip is None:
         return None
     return max(read / (chip.gigabytes * 1e9), operations / (chip.teraflops * 1e12)) / devices
+
+
+def predict_program(lowered: jax.stages.Lowered, mesh: Mesh, *, rounds: bool) -> float | None:
+    """Predicts the seconds of a program, or of one greedy round of it, from its compiled operations and collectives.
+
+    None is no prediction: there are no figures of the chip, or the compiler writes what tools/tpu_hlo.py cannot read.
+    """
+    if (chip := chip_of(mesh.devices.flat[0])) is None:
+        return None
+    try:
+        program = tpu_hlo.Program(tpu_hlo.optimised(lowered))
+        how: dict[str, Any] = {"one_pass": True, "branch": min} if rounds else {}
+        return tpu_price.price(program, mesh, chip, **how).total
+    except Exception:  # of a compiler that was never seen; a floor is left
+        traceback.print_exc()
+        return None
+
+
+def predict_collective(kind: str, size: int, axis: str, mesh: Mesh) -> float | None:
+    """Predicts the seconds of an all-reduce or all-gather of an array of `size` bytes along an axis of the mesh."""
+    if (chip := chip_of(mesh.devices.flat[0])) is None:
+        return None
+    ids = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), mesh.axis_names.index(axis), -1)
+    group = tuple(ids.reshape(-1, mesh.shape[axis])[0].tolist())
+    travelling = tpu_hlo.Collective(kind, size, (axis,), group, times=1, in_loop=False, where="")
+    places = [(*device.coords, getattr(device, "core_on_chip", 0)) for device in mesh.devices.flat]
+    return tpu_price.travel(travelling, places, chip)
 
 
 def duration(seconds: float) -> str:

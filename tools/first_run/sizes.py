@@ -21,7 +21,7 @@ from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.runs import processes
-from first_run.lines import Line, attempt, chip_of, predict, skipped, time
+from first_run.lines import Line, attempt, chip_of, predict, predict_program, skipped, time
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG, SHAPE = ROOT / "configs/llama31_8b.yaml", ROOT / "configs/targets/llama31_8b"
@@ -64,7 +64,11 @@ def sized(mesh: Mesh, *, small: bool) -> full_size.Run:
     chip = chip_of(mesh.devices.flat[0])
     peak = float("inf") if chip is None else chip.teraflops * 1e12 * mesh.size
     lengths = {"prompt": 16, "answer": 17} if small else {}
-    return full_size.Run(config, shape, peak, mesh, **lengths)
+
+    def predicted(lowered: jax.stages.Lowered, rounds: bool) -> float | None:
+        return predict_program(lowered, mesh, rounds=rounds)
+
+    return full_size.Run(config, shape, peak, mesh, **lengths, predict=predicted)
 
 
 def _rounds(run: full_size.Run) -> Iterator[Line]:
@@ -79,7 +83,7 @@ def _rounds(run: full_size.Run) -> Iterator[Line]:
     for row in full_size.decode(run):
         seconds = row["round_ms"] / 1e3
         read = row["gigabytes_per_second"] * 1e9 * seconds
-        predicted = predict(chip, read=read, devices=run.mesh.size)
+        predicted = row["predicted_seconds"] or predict(chip, read=read, devices=run.mesh.size)
         more = f", {row['tokens_per_second']:.0f} tokens/s at tau {row['tau']:.2f}"
         yield time(f"{name}: {row['part'].removeprefix('decode, ')}", seconds, predicted, more, **row)
 
@@ -115,7 +119,7 @@ def _steps(run: full_size.Run) -> Iterator[Line]:
     done = config.batch_size * config.row_length
     seconds = done / row["tokens_per_second"]
     chip, operations = chip_of(run.mesh.devices.flat[0]), row["teraflops"] * 1e12 * seconds
-    predicted = predict(chip, operations=operations, devices=run.mesh.size)
+    predicted = row["predicted_seconds"] or predict(chip, operations=operations, devices=run.mesh.size)
     used = f", MFU {row['peak_share']:.0%}" if row["peak_share"] else ""
     memory = "" if row["peak_gib"] is None else f", {row['peak_gib']:.1f} GiB at most"
     yield time(name, seconds, predicted, f", {row['tokens_per_second']:,.0f} tokens/s{used}{memory}", **row)

@@ -18,7 +18,7 @@ from eagle3_jax.decoding.measure import timing
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, put, replicated
 from eagle3_jax.models.inference_layout import Product
-from first_run.lines import Line, attempt, chip_of, predict, right, skipped, time
+from first_run.lines import Line, attempt, chip_of, predict, predict_collective, right, skipped, time
 
 TIMES = 16  # collectives in one program
 ARGUMENTS = 400  # as many leaves as an 8B target, its head and its caches have
@@ -79,7 +79,9 @@ def _collectives(axis: str, mesh: Mesh, elements: int) -> Iterator[Line]:
         several = _over(mesh, axis, functools.partial(_several, kind))
         seconds = timing.in_turns([lambda f=several, x=start: f(x).block_until_ready()], lambda: None)[0] / TIMES
         rate = share * 4 * elements / seconds / 1e9
-        yield time(f"{kind.__name__} {name}: time", seconds, None, f", {rate:.3g} GB/s", gigabytes_per_second=rate)
+        predicted = predict_collective(kind.__name__.replace("_", "-"), 4 * elements, axis, mesh)
+        numbers = {"gigabytes_per_second": rate}
+        yield time(f"{kind.__name__} {name}: time", seconds, predicted, f", {rate:.3g} GB/s", **numbers)
 
 
 def _several(kind: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import full_size
-import hello
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,8 +27,18 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import processes
 from first_run import sizes
-from first_run.lines import OK, TARGET, WRONG, Line, attempt
+from first_run.lines import OK, WRONG, Line, attempt
 
+# Two edits, of text and of code, whose answers quote the prompt, and one question.
+PROMPTS = {
+    "edit": "Repeat this text word for word, but write Lisbon instead of Porto:\n\nOn Monday the train to Porto leaves "
+    "at nine. The ride to Porto takes three hours, and the seats by the window are the best ones. Bring your own bread "
+    "and cheese, because nothing is sold on the train to Porto.",
+    "code": "Rename the variable `total` to `price` in this function, and print the whole function:\n\n```python\n"
+    "def bill(items, tax):\n    total = 0\n    for item in items:\n        total = total + item.cost\n"
+    "    total = total * (1 + tax)\n    return total\n```",
+    "chat": "Why is the sky blue? Answer in three sentences.",
+}
 TREES = {
     "chain": DraftTree(num_steps=3, num_draft_tokens=4),
     "tree": DraftTree(num_steps=5, topk=4, num_draft_tokens=16),
@@ -39,7 +48,7 @@ Dtype = Literal["float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 # Tokens a round of the packaged head on these prompts, as CPUs count them in float32. A head that drafts worse on a
 # chip changes no token.
-TAU: dict[str, float] = {}
+TAU = {"chain": 2.09, "tree": 2.88}
 MOST_WORSE = 0.1  # share of tau
 MAX_TOKENS, MAX_LENGTH = 64, 512
 
@@ -57,13 +66,14 @@ def tokens(target: str, *, small: bool) -> Iterator[Line]:
 def _real(dtype: Dtype, name: str, *, small: bool) -> Iterator[Line]:
     """A real model on one device, with its packaged head."""
     target = load_target(TargetConfig(name=name, dtype=dtype))
+    packaged = packaged_head(target) is not None
     model, tokenizer, head, _ = load_models(
         target,
-        AUTO if packaged_head(target) else random_head(target.model),
+        AUTO if packaged else random_head(target.model),
         **dict.fromkeys(("dtype", "weights", "mesh", "token_map")),
     )
-    prompts = {key: encode(tokenizer, text) for key, text in hello.PROMPTS.items()}
-    taus = TAU if name == TARGET else {}
+    prompts = {key: encode(tokenizer, text) for key, text in PROMPTS.items()}
+    taus = TAU if packaged else {}
     yield from _compared(f"{dtype}, 1 device", model, tokenizer, head, prompts, taus, small=small)
 
 
@@ -75,7 +85,7 @@ def _split(dtype: Dtype, *, small: bool) -> Iterator[Line]:
     config = dataclasses.replace(run.config, target=dataclasses.replace(run.config.target, dtype=dtype))
     run = dataclasses.replace(run, shape=shape, config=config)
     rng = np.random.default_rng(0)
-    prompts = {key: rng.integers(0, shape.vocab_size, 40).tolist() for key in hello.PROMPTS}
+    prompts = {key: rng.integers(0, shape.vocab_size, 40).tolist() for key in PROMPTS}
     name = f"{dtype}, {len(devices)} devices"
     yield from _compared(name, run.target, full_size.NoTokenizer(), run.draft, prompts, {}, small=small)
 
