@@ -189,6 +189,21 @@ def test_a_collective_takes_its_way_and_its_bytes(line, seconds, tools):
     assert found.products == found.passes == 0
 
 
+def test_what_runs_while_something_travels_hides_it(tools):
+    """Half a second of a pass, between the start and the end of a second's way."""
+    lines = [
+        GIGABYTE,
+        "%s = (f32[250000000], f32[250000000], u32[]) all-gather-start(%x), replica_groups=[4,2]<=[2,4]T(1,0)",
+        "%a = f32[62500000]{0:S(1)} slice(%x), slice={[0:62500000]}",
+        "%b = f32[62500000]{0} exponential(%a)",
+        "%d = f32[500000000]{0} all-gather-done(%s)",
+        "ROOT %c = f32[62500000]{0:S(1)} exponential(%b)",
+    ]
+    found = priced(tools, lines, on=mesh(2, 4))
+    assert found.passes == pytest.approx(0.75)
+    assert found.collectives == pytest.approx(1e-6 + 1 - 0.5)
+
+
 def test_layers_stand_for_several(tools):
     """In a loop of 3, a layer's pass and sum count for 5 layers each; what is outside of layers counts once."""
     loop = """

@@ -83,6 +83,7 @@ class Collective:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute.
         bytes: of the whole array on a device, once: what an all-gather makes, what the others take.
         axes: the mesh's axes along which it travels. group: the partitions of one group; a permutation's first pair.
+        beside: names of the operations that run while it travels, and the computation that holds them.
     """
 
     kind: str
@@ -92,6 +93,7 @@ class Collective:
     times: int
     in_loop: bool
     where: str
+    beside: tuple[str, tuple[str, ...]] = dataclasses.field(default=("", ()), compare=False)
 
 
 class Program:
@@ -148,6 +150,14 @@ class Program:
             if operation.kind == "fusion":
                 called = operation.called()
                 pairs += [(called, part) for part in self.computations[called].values()]
+
+    def until_done(self, computation: str, start: Operation) -> tuple[str, ...]:
+        """Names what the schedule has between an asynchronous operation's start and its end."""
+        if not start.kind.endswith("-start"):
+            return ()
+        behind = list(self.computations[computation].values())
+        behind = behind[behind.index(start) + 1 :]
+        return tuple(x.name for x in itertools.takewhile(lambda x: start.name not in x.operands, behind))
 
     def trips(self, computation: str, loop: Operation) -> int | None:
         """Returns how often a loop of the computation runs; None where the program does not say it."""
@@ -211,7 +221,8 @@ def collectives(
             size, group = sum(map(bytes_of, operands)), max(groups, key=lambda group: len(set(group)))
             sort = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind[1]
             size *= len(group) if sort == "all-gather" else 1
-            found.append(Collective(sort, size, axes, group, executed.times, executed.in_loop, operation.where))
+            beside = name, program.until_done(name, operation)
+            found.append(Collective(sort, size, axes, group, executed.times, executed.in_loop, operation.where, beside))
     return found
 
 

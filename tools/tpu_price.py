@@ -14,7 +14,7 @@ Everything is a floor of its own, one after the other; nothing here was measured
   microsecond a hop for the way across the group. An all-gather sends (n - 1) / n of its result, a reduce-scatter of
   its operand, an all-reduce twice that; an all-to-all n / 4 of its operand; a permutation its operand in one direction.
   Groups whose neighbours are several links apart share the links, and have as much less bandwidth. Slices have no links
-  between their ends. Nothing else runs meanwhile.
+  between their ends. What the compiler scheduled between the start and the end of an asynchronous one runs meanwhile.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def price(
 
     total = Price()
     memory = _Memory(program)
+    alone: dict[tuple[str, str], float] = {}  # (computation, operation) -> its seconds
     for executed in program.executed(one_pass=one_pass, branch=branch):
         if not executed.aside and not _free(program, executed):
             name, operation = executed.computation, executed.operation
@@ -117,13 +118,17 @@ def price(
                 memory.bytes(name, operation) / (chip.gigabytes * 1e9),
                 max(_LEAST_CYCLES, int(estimated[1]) if estimated else 0) / (chip.gigahertz * 1e9),
             )
+            alone[name, operation.name] = seconds
             found = Price(products=seconds) if product else Price(passes=seconds)
             total += found * times(executed, operation.where)
     places = [(*device.coords, getattr(device, "core_on_chip", 0)) for device in mesh.devices.flat]
     travelling = collectives(program, dict(mesh.shape), one_pass=one_pass, branch=branch)
     for x in travelling:
-        count = times(x, x.where)
-        total += Price(0, 0, count * travel(x, places, chip), *((0, count) if x.in_loop else (count, 0)))
+        count, (computation, names) = times(x, x.where), x.beside
+        hidden = sum(alone.get((computation, name), 0.0) for name in names)
+        total += Price(
+            0, 0, count * max(0.0, travel(x, places, chip) - hidden), *((0, count) if x.in_loop else (count, 0))
+        )
     return total
 
 
