@@ -105,6 +105,17 @@ def test_a_fusion_reads_the_slice_and_writes_the_update(tools):
     assert priced(tools, [*lines, *updated], FUSED).passes == pytest.approx(2 * MIB / 8 + 4e-9)
 
 
+@pytest.mark.parametrize(
+    ("aliasing", "seconds"),
+    [("", 3 * MIB), (", output_to_operand_aliasing={{1}: (0, {})}", 2 * MIB)],
+)
+def test_a_kernel_writes_little_where_it_updates_in_place(aliasing, seconds, tools):
+    call = (
+        f'(f32[1024,256]{{1,0}}, f32[1024,256]{{1,0}}) custom-call(%x), custom_call_target="tpu_custom_call"{aliasing}'
+    )
+    assert priced(tools, [X, f"ROOT %y = {call}"]).passes == pytest.approx(seconds)
+
+
 ARRAYS = [
     "%a = bf16[256,1024]{1,0:S(1)} parameter(0)",
     "%w = bf16[1024,512]{1,0:S(1)} parameter(1)",

@@ -218,6 +218,10 @@ class _Memory:
         results = [self._updated(computation, operation)] if len(found) == 1 else self._results(operation)
         if len(results) != len(found):
             results = [size for size, _ in found]
+        aliased = re.search(r"output_to_operand_aliasing=\{((?:\{\d*\}: \(\d+, \{\}[^)]*\)(?:, )?)*)\}", operation.rest)
+        if operation.kind == "custom-call" and aliased:  # a kernel's updates in place are small beside what it reads
+            for number in re.findall(r"\{(\d*)\}: ", aliased[1]):
+                results[int(number or 0)] = 0
         return sum(size for size, (_, space) in zip(results, found, strict=True) if space != 1)
 
     def _results(self, operation: Operation) -> list[int]:
