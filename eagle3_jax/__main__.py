@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from eagle3_jax.runs import environment
+from eagle3_jax.runs import environment, machine
 
 VERBS = {
     "prepare": "prompts -> clean, de-duplicated prompts, some of them held out",
@@ -17,7 +17,10 @@ VERBS = {
     "report": "all that a run measured, as a table, as JSON and as a picture",
     "benchmark": "every draft size at every batch size (decode, tune); servers under traffic (serve)",
     "serve": "a server of OpenAI's API",
+    "chat": "a conversation in the terminal",
+    "generate": "answers to the prompts behind it, in the terminal",
 }
+_OTHERS = {"generate": "chat"}  # verb -> module of another name
 
 
 def main() -> None:
@@ -25,12 +28,15 @@ def main() -> None:
     if verb in VERBS:
         del sys.argv[1]
         environment.prepare()
-        runpy.run_module(f"eagle3_jax.{verb}", run_name="__main__", alter_sys=True)
+        runpy.run_module(f"eagle3_jax.{_OTHERS.get(verb, verb)}", run_name="__main__", alter_sys=True)
+        return
+    if verb == "--version":
+        print(", ".join(f"{name} {version}" for name, version in machine.versions().items()))
         return
     if verb not in ("-h", "--help"):
         print(f"eagle3_jax: got {verb!r}, expected one of {', '.join(VERBS)}", file=sys.stderr)
         sys.exit(2)
-    print("eagle3-jax VERB --config FILE [--section.field VALUE ...]; `--help` says more of each\n")
+    print("eagle3-jax VERB --config FILE [--section.field VALUE ...]; `--help` says more of each, `--version` of all\n")
     for verb, does in VERBS.items():
         print(f"  {verb:<12}{does}")
 

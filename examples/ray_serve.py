@@ -15,9 +15,9 @@ from __future__ import annotations
 from ray import serve
 from starlette.applications import Starlette
 
+from eagle3_jax.decoding.defaults import sampling_defaults
 from eagle3_jax.serve.__main__ import configure, load
 from eagle3_jax.serve.app import make_app
-from eagle3_jax.serve.defaults import sampling_defaults
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
@@ -26,8 +26,8 @@ def app(arguments: dict[str, str]) -> serve.Application:
     settings = config.serve
 
     def build() -> Starlette:  # on the replica, which answers when this returns
-        name, defaults = settings.model_name or config.target.name, sampling_defaults(config)
-        return make_app(load(config, print), name, settings, keys=(), defaults=defaults)
+        defaults = sampling_defaults(settings.generation_config, config.target.name)
+        return make_app(load(config, print), settings.model_name or config.target.name, settings, (), defaults)
 
     class Server:
         """The replica; its routes are the application's."""

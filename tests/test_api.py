@@ -95,7 +95,8 @@ def test_the_package_itself_lists_its_verbs():
     folder = pathlib.Path(eagle3_jax.__file__).parent
     files = [*folder.glob("*.py"), *(path.parent for path in folder.glob("*/__main__.py"))]
     verbs = {path.stem for path in files if path.stem in FOLDERS or path.stem in ("report", "serve")}
-    assert set(listed) == verbs and len(listed) == len(verbs)
+    assert set(listed) == verbs | {"chat", "generate"} and len(listed) == len(verbs) + 2
+    assert re.fullmatch(r"python [\d.]+, eagle3_jax [\d.]+, jax [\d.]+, jaxlib [\d.]+, .*\n", run("--version").stdout)
     wrong = run("trian", "--config", "x.yaml")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("eagle3_jax: got 'trian', expected one of prepare, regenerate, extract, train, ")

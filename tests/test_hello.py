@@ -21,21 +21,6 @@ def streamed(ids: list[int], rounds: int, accepted: int, drafted: int, seconds: 
     return hello.Streamed(ids, AcceptanceCounts(rounds, [accepted]), drafted, seconds)
 
 
-def test_brackets_stand_around_what_each_round_accepted():
-    ids = TOKENIZER(" apple bird cloud door egg fish", add_special_tokens=False)["input_ids"]
-    mark = hello.Marker(TOKENIZER, colours=False).mark
-    assert mark(ids[:4], [0, 1, 2, 0], last=False) == " apple[ bird cloud] door"
-    assert mark(ids[4:], [1, 1], last=True) == "[ egg][ fish]"
-
-
-def test_colours_tell_depths_apart_and_leave_the_text_as_it_is():
-    ids = TOKENIZER(" apple bird cloud door", add_special_tokens=False)["input_ids"]
-    said = hello.Marker(TOKENIZER, colours=True).mark(ids, [0, 1, 2, 11], last=True)
-    assert re.sub(r"\033\[[0-9;]*m", "", said) == " apple bird cloud door"
-    coloured = dict(re.findall(r"\033\[38;5;(\d+)m([^\033]*)\033\[0m", said))
-    assert list(coloured.values()) == [" bird", " cloud", " door"]
-
-
 def test_the_table_adds_up():
     plain, fast = streamed([1] * 40, 39, 0, 0, 2.0), streamed([1] * 40, 19, 21, 20, 1.0)
     other = streamed([2] * 10, 9, 0, 0, 0.5)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -28,9 +27,9 @@ environment.prepare()
 
 from eagle3_jax import Engine, SamplingParams, load_target
 from eagle3_jax.acceptance import AcceptanceCounts
+from eagle3_jax.chat import Marker, in_colours
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.decoding.measure.compare import first_difference
-from eagle3_jax.decoding.text import Detokenizer
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, packaged_head
 from eagle3_jax.models.checkpoint.fetch import Target, packaged_model
 from eagle3_jax.runs import command, machine, progress
@@ -44,9 +43,6 @@ PROMPTS = {
 TURNS = 3
 SPREAD = 0.2  # of a median, between the fastest and the slowest turn: more is noise
 MAX_TOKENS, MAX_LENGTH = 96, 512
-# Colours of depth 1, 2, ... out of a terminal's 256, yellow to green to blue; deeper drafts have the last one.
-_COLOURS = (220, 190, 154, 118, 84, 49, 45, 39)
-_PLAIN = "\033[0m"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,26 +58,6 @@ class Streamed:
     counts: AcceptanceCounts
     drafted: int
     seconds: float
-
-
-class Marker:
-    """Detokenises an answer and marks its accepted drafts, by colours or by brackets around those of a round."""
-
-    def __init__(self, tokenizer: object, *, colours: bool) -> None:
-        self.colours, self._detokenizer = colours, Detokenizer(tokenizer)
-
-    def mark(self, ids: Sequence[int], depths: Sequence[int], *, last: bool) -> str:
-        """Returns the marked text of tokens; a depth of 0 is not a draft."""
-        marked = ""
-        for place, (token, depth) in enumerate(zip(ids, depths, strict=True)):
-            text = self._detokenizer.add([token], last=last and place == len(ids) - 1)
-            if self.colours:
-                colour = _COLOURS[min(depth, len(_COLOURS)) - 1]
-                marked += f"\033[38;5;{colour}m{text}{_PLAIN}" if depth and text else text
-                continue
-            following = depths[place + 1] if place + 1 < len(depths) else 0
-            marked += "[" * (depth == 1) + text + "]" * (depth > 0 and following != depth + 1)
-        return marked
 
 
 def stream(
@@ -164,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "target, and lookup where none does",
     )
     arguments = parser.parse_args(argv)
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colours = in_colours()
     with command.run("hello", resumes=False):
         print(f"Loading {arguments.target} onto {where()} ...", flush=True)
         with beating("loading"):

@@ -7,6 +7,7 @@ requests are answered, and at once while it starts.
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import contextlib
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig, run_file
 from eagle3_jax.decoding import data_parallel, hosts
+from eagle3_jax.decoding.defaults import sampling_defaults
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.formats.mtp import MTP
@@ -28,7 +30,6 @@ from eagle3_jax.models.checkpoint.fetch import keep_programs, load_target
 from eagle3_jax.runs import command, machine, processes
 from eagle3_jax.runs.command_line import Parser
 from eagle3_jax.serve import alike
-from eagle3_jax.serve.defaults import sampling_defaults
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ADAPT = "serve.adapt"
@@ -64,6 +65,15 @@ _FLAGS = {
     "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
     "--speculative-token-map": "serve.token_map",
 }
+# Flags that `--help` explains, beside the fields.
+_SHOWN = {
+    "--target": "a model's name, hub id or folder",
+    "--draft": "a head's folder or name, a smaller model, lookup, mtp, or none",
+    "--quantization": "int8, fp8, int4 or stored",
+    "--generation-config": "auto, vllm, or a folder",
+    "--host": "address to listen on",
+    "--port": "its port",
+}
 # SGLang's algorithm -> the draft where none is named; None keeps the configured one. The checkpoint of a named draft
 # tells its kind: a head of EAGLE-2, EAGLE-3, DFlash, DFlash2 or DSpark, or a model.
 _ALGORITHM = "--speculative-algorithm"
@@ -85,10 +95,15 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
 
     Exits with status 2 and a sentence when they are refused.
     """
-    parser = Parser("serve", "A server of OpenAI's API over the engine.", ("target", "mesh", "serve"))
+    said = (
+        "A server of OpenAI's API over the engine, such as --target smollm2-135m-instruct --port 8000. Other servers' "
+    )
+    said += f"names of the fields below work too: {', '.join(flag for flag in _FLAGS if flag not in _SHOWN)}."
+    parser = Parser("serve", said, ("target", "mesh", "serve"))
     parser.add_argument("--config", help="YAML run file, see configs/; or name a --target")
     for flag, field in _FLAGS.items():
-        parser.add_argument(flag, dest=field, metavar="VALUE", help=field)
+        text = f"{_SHOWN[flag]} ({field})" if flag in _SHOWN else argparse.SUPPRESS
+        parser.add_argument(flag, dest=field, metavar="VALUE", help=text)
     parser.add_argument("--adapt", dest=_ADAPT, action="store_const", const={}, help="the head learns while it serves")
     parser.add_argument(_ALGORITHM, dest=_ALGORITHM, metavar="NAME", help=f"SGLang's: {', '.join(_ALGORITHMS)}")
     arguments, rest = parser.parse_known_args(argv)
@@ -303,7 +318,7 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
 
     def make() -> Any:
         say(f"loading; {url}/health is 200 when it answers")
-        defaults = sampling_defaults(config)
+        defaults = sampling_defaults(settings.generation_config, config.target.name)
         taken = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "temperature 1"
         processes.say(f"eagle3_jax.serve: sampling, where a request leaves it open: {taken}; see --generation-config")
         pool = load(config, say)

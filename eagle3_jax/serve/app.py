@@ -58,7 +58,7 @@ def make_app(
         pool: used by this application alone; warmed up, at least so far that no request waits for a compilation.
         model: the model's name for clients.
         keys: accepted API keys; empty turns authentication off.
-        defaults: sampling parameters of requests that leave them out, see `sampling_defaults`.
+        defaults: sampling parameters of requests that leave them out, see `decoding.defaults`.
 
     Returns:
         The application. Its `state` has `answering`, which counts the requests that are being answered, and

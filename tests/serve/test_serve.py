@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import json
 import pathlib
+import re
 import signal
 import socket
 import time
@@ -214,6 +215,18 @@ def test_values_that_cannot_be_are_refused(field, value):
 def test_an_origin_has_no_path(origin):
     with pytest.raises(ConfigError, match=r"serve\.allowed_origins: got '.*', expected origins such as"):
         from_dict({"run_dir": "x", "serve": {"allowed_origins": ["*", origin]}})
+
+
+def test_the_help_begins_with_an_example_and_names_aliases_in_a_sentence(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        serve.configure(["--help"])
+    flags, _, fields = capsys.readouterr().out.partition("The run's YAML")
+    said = "".join(flags.split())
+    assert "suchas--targetsmollm2-135m-instruct" in said and all(flag in said for flag in serve._FLAGS)
+    assert re.findall(r"^  (--\S+) VALUE", flags, re.MULTILINE) == [
+        flag for flag in serve._FLAGS if flag in serve._SHOWN
+    ]
+    assert "--serve.queue-limit" in fields
 
 
 def test_hints_name_flags_that_are_there():

@@ -5,16 +5,12 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax.config import ConfigError, RunConfig, from_dict
+from eagle3_jax.config import ConfigError, from_dict
+from eagle3_jax.decoding.defaults import sampling_defaults
 from eagle3_jax.serve import __main__ as serve
-from eagle3_jax.serve.defaults import sampling_defaults
 from eagle3_jax.serve.protocol import Chat, Completion
 
 QWEN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
-
-
-def config(folder, *flags: str) -> RunConfig:
-    return serve.configure(["--target", str(folder), *flags])
 
 
 def write(folder, **fields: Any) -> None:
@@ -27,15 +23,16 @@ def test_they_are_the_target_s_or_another_folder_s_or_none(tmp_path):
     write(target, **QWEN, do_sample=True, eos_token_id=[2, 0], min_p=None, max_new_tokens=64)
     write(other, min_p=0.1)
     bare.mkdir()
-    assert sampling_defaults(config(target)) == QWEN | {"max_tokens": 64}
-    assert sampling_defaults(config(target, "--generation-config", str(other))) == {"min_p": 0.1}
-    assert sampling_defaults(config(target, "--generation-config", "vllm")) == {}
-    assert sampling_defaults(config(bare)) == {}
+    assert sampling_defaults("auto", str(target)) == QWEN | {"max_tokens": 64}
+    assert sampling_defaults(str(other), str(target)) == {"min_p": 0.1}
+    assert sampling_defaults("vllm", str(target)) == {}
+    assert sampling_defaults("auto", str(bare)) == {}
     with pytest.raises(ValueError, match="serve.generation_config: got .*bare, expected .* a folder with"):
-        sampling_defaults(config(target, "--generation-config", str(bare)))
+        sampling_defaults(str(bare), str(target))
     write(other, top_p=1.5)
     with pytest.raises(ValueError, match=r"generation_config.json: top_p: got 1.5, expected in \(0, 1\]"):
-        sampling_defaults(config(other))
+        sampling_defaults("auto", str(other))
+    assert serve.configure(["--target", "a", "--generation-config", "vllm"]).serve.generation_config == "vllm"
     with pytest.raises(ConfigError, match="serve.generation_config"):
         from_dict({"run_dir": "x", "serve": {"generation_config": 1}})
 

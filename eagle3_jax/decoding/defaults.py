@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle3_jax.config import RunConfig
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.models.checkpoint.fetch import GENERATION, fetch
 from eagle3_jax.runs import disk
@@ -14,15 +13,19 @@ _FIELDS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "re
 _FIELDS["max_new_tokens"] = "max_tokens"
 
 
-def sampling_defaults(config: RunConfig) -> dict[str, Any]:
-    """Reads the defaults by `serve.generation_config`, as arguments of `SamplingParams`; `max_tokens` is a limit.
+def sampling_defaults(chosen: str, target: str) -> dict[str, Any]:
+    """Reads the defaults, as arguments of `SamplingParams`; `max_tokens` is a limit.
 
-    Raises ValueError: a folder without the file, or a value out of range.
+    Args:
+        chosen: see `serve.generation_config`.
+        target: the target's name.
+
+    Raises:
+        ValueError: a folder without the file, or a value out of range.
     """
-    chosen = config.serve.generation_config
     if chosen == "vllm":
         return {}
-    path = (fetch(config.target.name, whole=False) if chosen == "auto" else disk.path_of(chosen)) / GENERATION
+    path = (fetch(target, whole=False) if chosen == "auto" else disk.path_of(chosen)) / GENERATION
     if chosen != "auto" and not path.exists():
         expected = f'"auto", "vllm", or a folder with {GENERATION}'
         raise ValueError(f"serve.generation_config: got {chosen}, expected {expected}")
