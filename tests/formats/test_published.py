@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 from typing import Any
 
 import ml_dtypes
@@ -162,3 +163,10 @@ def test_a_head_of_another_width_does_not_draft_here():
     config = tiny_heads.make_draft().head.config
     narrow = dataclasses.replace(config, hidden_size=8)
     assert misfits(narrow, tiny_heads.TARGET) == ["hidden_size: got 8, expected 16, the target's"]
+
+
+def test_the_page_names_heads_that_are_mapped():
+    text = (pathlib.Path(__file__).parents[2] / "docs/your-model.md").read_text()
+    named = [word for word in re.findall(r"`([\w.-]+/[\w.-]+)`", text) if not word.startswith("tests/")]
+    assert len(named) >= 10
+    assert [name for name in named if "form" not in HEADS[name].get("expected", {})] == []
