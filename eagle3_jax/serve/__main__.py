@@ -27,7 +27,7 @@ from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, chosen_draft
 from eagle3_jax.mesh import make_mesh, own_replica, row_processes
 from eagle3_jax.models.checkpoint.fetch import keep_programs, load_target
-from eagle3_jax.runs import command, machine, processes
+from eagle3_jax.runs import command, machine, processes, progress
 from eagle3_jax.runs.command_line import Parser
 from eagle3_jax.serve import alike
 
@@ -321,7 +321,8 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
         defaults = sampling_defaults(settings.generation_config, config.target.name)
         taken = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "temperature 1"
         processes.say(f"eagle3_jax.serve: sampling, where a request leaves it open: {taken}; see --generation-config")
-        pool = load(config, say)
+        with progress.told("starting"):
+            pool = load(config, say)
         if processes.count() > 1:
             rows = row_processes(make_mesh(config.mesh))
             engines = led.enter_context(hosts.lead(pool.engines, rows, lose))
