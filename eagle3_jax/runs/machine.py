@@ -73,10 +73,10 @@ def keep_programs(folder: str | pathlib.Path | None, *, small: bool = True) -> N
     from jax.experimental.compilation_cache import compilation_cache
 
     settings: Any = jax.config
+    if settings.jax_compilation_cache_dir not in (None, _chosen):
+        return
     if folder is None:
         settings.update("jax_enable_compilation_cache", False)
-        return
-    if settings.jax_compilation_cache_dir not in (None, _chosen):
         return
     _chosen = str(pathlib.Path(folder) / _processor())
     settings.update("jax_compilation_cache_dir", _chosen)

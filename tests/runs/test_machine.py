@@ -59,7 +59,9 @@ def test_a_folder_that_the_user_chose_stays(untouched, own, tmp_path):
     SETTINGS.update("jax_compilation_cache_dir", own)
     fetch.keep_programs()
     machine.keep_programs(tmp_path)
+    machine.keep_programs(None)
     assert (SETTINGS.jax_compilation_cache_dir, SETTINGS.jax_persistent_cache_min_compile_time_secs) == (own, 1.0)
+    assert SETTINGS.jax_enable_compilation_cache
 
 
 def test_where_xla_would_fill_the_log_programs_are_not_kept_unasked(untouched, tmp_path, monkeypatch):
