@@ -17,7 +17,24 @@ EVERY_ANNOTATION=--jaxtyping-packages=eagle3_jax,beartype.beartype
 # shellcheck disable=SC2034
 PYTEST=(python -m pytest -p timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20)
 
+# Process that tells a log every 15 seconds that work goes on.
+BEAT=""
+
+beat() {
+  if [[ -t 2 ]]; then return; fi
+  while sleep 15 &>/dev/null && kill -0 $$ 2>/dev/null; do echo "... $SECONDS s so far" >&2; done &
+  BEAT=$!
+}
+
+rest() {
+  if [[ -z $BEAT ]]; then return; fi
+  kill "$BEAT" 2>/dev/null || true
+  wait "$BEAT" 2>/dev/null || true
+  BEAT=""
+}
+
 fail() {
+  rest
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2
   exit 1
 }
@@ -78,18 +95,6 @@ ticker() {
   if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
 }
 
-# beating COMMAND...: runs it; a log is told every 15 seconds that it still runs.
-beating() {
-  local start=$SECONDS status=0 beat=""
-  if [[ ! -t 2 ]]; then
-    while sleep 15; do echo "... $((SECONDS - start)) s so far" >&2; done &
-    beat=$!
-  fi
-  "$@" || status=$?
-  if [[ -n $beat ]]; then kill "$beat" && wait "$beat" 2>/dev/null || true; fi
-  return "$status"
-}
-
 # uv takes a tenth of pip's time. Where the PATH has none, pip installs the locked one beside the other packages.
 get_uv() {
   if command -v uv >/dev/null || [[ -x $VENV/bin/uv ]]; then return; fi
@@ -121,6 +126,12 @@ pip_install() {
 # A stamp marks a complete environment. The stamp of a SUPERSET, a role and extra that include this one, counts too.
 # An interrupted installation leaves no stamp, so the next run completes it.
 prepare_environment() {
+  beat
+  make_environment "$@"
+  rest
+}
+
+make_environment() {
   local role=$1 extra=${2:-} superset python key output free known=""
   if is_new_enough "$VENV/bin/python" && ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     echo "$VENV has no pip (uv leaves it out); adding it ..."
@@ -145,7 +156,7 @@ prepare_environment() {
   echo "Installing into $VENV (minutes the first time, only once) ..."
   rm -f "$VENV/.installed-$role$extra"
   get_uv
-  beating pip_install --require-hashes --requirement "requirements/$role.txt"
+  pip_install --require-hashes --requirement "requirements/$role.txt"
   # pip cannot hash a folder; everything that the build needs is installed by now.
   pip_install --no-build-isolation --no-deps --editable .
   if [[ -n $extra ]]; then pip_install --no-build-isolation --editable ".$extra"; fi
