@@ -165,7 +165,7 @@ LEFT_OUT = {
     r"-m venv |-m pip install ": "makes the environment, in which the tests run",
     r"tools/(hello|quickstart)\.sh": "downloads packages, trains for 20 minutes; test_hello.py runs what it shows",
     r"bin/tensorboard |eagle3_jax\.serve ": "serves until it is stopped; tensorboard is no package of the tests",
-    r"bin/eagle3-jax ": "asks a model of 93 MB; test_chat.py asks another",
+    r"bin/eagle3-jax ": "asks a model of 93 MB; test_terminal.py asks another",
     r"^curl ": "asks that server; serve/test_http.py asks one",
     r"tools/test\.sh": "runs these tests",
     r"tools/recipe\.sh": "takes a night, and prompts that do not come with it",

@@ -13,7 +13,7 @@ ROOT = walk.ROOT
 
 
 def run(tmp_path, command: str, silence: float = 20.0) -> str:
-    return walk.start(["bash", "-c", command], tmp_path, said="line\n", silence=silence).wait()
+    return walk.start(["bash", "-c", command], tmp_path, said="line\n", silence=silence).finish()
 
 
 def test_what_is_said_comes_back_and_stumbles_are_named(tmp_path):

@@ -10,6 +10,7 @@ starts it; the next line asks it, and so do docs/serve.md's client and a look at
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -62,7 +63,7 @@ class Step:
                 self.lines.put(piece)
         self.lines.put(None)
 
-    def wait(self, status: int = 0) -> str:
+    def finish(self, status: int = 0) -> str:
         """Waits for the end, and returns what was said."""
         while True:
             try:
@@ -97,8 +98,9 @@ def start(words: Sequence[str], folder: pathlib.Path, *, said: str = "", silence
         errors="replace",
     )
     assert process.stdin is not None
-    process.stdin.write(said)
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # a command that reads nothing may have ended
+        process.stdin.write(said)
+        process.stdin.close()
     return Step(words[-1], process, silence)
 
 
@@ -127,14 +129,14 @@ def serve(line: str, curl: str, folder: pathlib.Path) -> None:
         end = time.monotonic() + _STARTED
         while not _healthy(url):
             if time.monotonic() > end or server.process.poll() is not None:
-                raise Stumble(f"{line}: does not answer\n{server.wait()}")
+                raise Stumble(f"{line}: does not answer\n{server.finish()}")
             time.sleep(1)
-        answer = start(["bash", "-c", curl.replace(there, url)], folder).wait()
+        answer = start(["bash", "-c", curl.replace(there, url)], folder).finish()
         if '"finish_reason"' not in answer or len(answer) > 2000:
             raise Stumble(f"{curl}: not an answer on a screen\n{answer}")
-        start([".venv/bin/python", "-m", "pip", "install", "--quiet", "openai"], folder, silence=None).wait()
+        start([".venv/bin/python", "-m", "pip", "install", "--quiet", "openai"], folder, silence=None).finish()
         (client,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/serve.md").read_text(), re.MULTILINE | re.DOTALL)
-        start([".venv/bin/python", "-c", client.replace(there, url)], folder).wait()
+        start([".venv/bin/python", "-c", client.replace(there, url)], folder).finish()
         with urllib.request.urlopen(f"{url}/", timeout=10) as page:
             if b"Answer without drafts, then with" not in page.read():
                 raise Stumble(f"{url}: not the page")
@@ -142,7 +144,7 @@ def serve(line: str, curl: str, folder: pathlib.Path) -> None:
         if server.process.poll() is None:
             server.process.send_signal(signal.SIGINT)
     server.silence = None  # it answers what was begun
-    server.wait()
+    server.finish()
 
 
 def _healthy(url: str) -> bool:
@@ -161,13 +163,13 @@ def walk(folder: pathlib.Path) -> None:
         kind, code = steps.pop(0)
         print(f"{time.monotonic() - begin:6.0f} s  {code.splitlines()[0]}", flush=True)
         if kind == "python":
-            start([".venv/bin/python", "-c", code], folder).wait()
+            start([".venv/bin/python", "-c", code], folder).finish()
         elif "eagle3_jax.serve " in code:
             serve(code, steps.pop(0)[1], folder)
         else:
             said = next((text for word, text in _SAID.items() if code.endswith(f" {word}")), "")
             alone = "pip install" in code or "-m venv" in code
-            start(["bash", "-c", code], folder, said=said, silence=None if alone else SILENCE).wait()
+            start(["bash", "-c", code], folder, said=said, silence=None if alone else SILENCE).finish()
     print(f"{time.monotonic() - begin:6.0f} s  done", flush=True)
 
 

@@ -30,7 +30,7 @@ def test_they_are_the_target_s_or_another_folder_s_or_none(tmp_path):
     with pytest.raises(ValueError, match="serve.generation_config: got .*bare, expected .* a folder with"):
         sampling_defaults(str(bare), str(target))
     write(other, top_p=1.5)
-    with pytest.raises(ValueError, match=r"generation_config.json: top_p: got 1.5, expected in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"generation_config.json: top_p: got 1.5, expected a number in \(0, 1\]"):
         sampling_defaults("auto", str(other))
     assert serve.configure(["--target", "a", "--generation-config", "vllm"]).serve.generation_config == "vllm"
     with pytest.raises(ConfigError, match="serve.generation_config"):

@@ -61,6 +61,7 @@ def test_a_verb_sets_what_its_user_left_open(words, tmp_path):
 def test_warnings_of_a_tpu_s_libraries_are_shown_on_its_host_alone(tpu, levels, monkeypatch):
     names = ("TF_CPP_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL")
     monkeypatch.setattr(os, "environ", {"JAX_PLATFORMS": "cpu"})
+    monkeypatch.delitem(sys.modules, "jaxlib", raising=False)  # as where a verb begins
     monkeypatch.setattr(environment.machine, "has_tpu", lambda: tpu)
     environment.prepare()
     assert [os.environ.get(name) for name in names] == levels

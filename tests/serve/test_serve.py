@@ -306,7 +306,7 @@ def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
 
     monkeypatch.setattr(serve, "load", load)
     with pytest.raises(SystemExit) as ended:
-        serve.main(["--config", run_file, "--port", "0"])
+        serve.main(["--config", run_file, "--port", "0", "--generation-config", "vllm"])  # reads no target
     assert ended.value.code == 0
 
 

@@ -40,7 +40,8 @@ def linear(
     x: Float[Array, "*batch h"], matrix: Float[Array, "h out"] | Panels | Padded | Quantised
 ) -> Float[Array, "*batch out"]:
     """Computes x @ matrix in x's dtype; the matrix is cast to it."""
-    dtype = jnp.float32 if isinstance(matrix, Quantised) else x.dtype  # scales multiply sums that are not rounded
+    inner = matrix.matrix if isinstance(matrix, Padded) else matrix
+    dtype = jnp.float32 if isinstance(inner, Quantised) else x.dtype  # scales multiply sums that are not rounded
 
     def dense(x: Array, matrix: Array) -> Array:
         return contract("mk,kn->mn", x, matrix, dtype)
