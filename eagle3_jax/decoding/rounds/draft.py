@@ -29,7 +29,7 @@ from eagle3_jax.decoding.rounds.lookup import Copied
 from eagle3_jax.decoding.rounds.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree, rerank
 from eagle3_jax.kernels.linear.layouts import Quantised
-from eagle3_jax.kernels.vocabulary.api import top_k_of_logits, vocabulary_logits
+from eagle3_jax.kernels.vocabulary.api import ranked, top_k_of_logits, vocabulary_logits
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.drafts.dflash import DFlash
@@ -66,8 +66,7 @@ def grow(
         The tree, and the cache with its scratch written.
     """
     k, batch = tree.topk, root.shape[0]
-    groups = 1 + (tree.num_steps - 1) * k
-    coins = None if sampling is None else _coins(sampling, lengths, (groups, k, 2), greedy=greedy)
+    coins = _coins(sampling, lengths, tree.num_steps, greedy=greedy) if sampling is not None and k == 1 else None
     drawn: list[Array] = []
     levels: Recurrent | Block
     if isinstance(draft.head, DFlash):
@@ -78,16 +77,16 @@ def grow(
 
     def children(tokens: Int[Array, "b m"]) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
         """Returns log-probabilities and draft ids."""
-        if sampling is None or coins is None:
+        if sampling is None:
             return levels.best(tokens, k)
-        first = sum(probs.shape[1] for probs in drawn)
-        own_coins = coins[:, first : first + tokens.shape[1]]
+        depth = len(drawn)
 
         def draws() -> tuple[Array, Array, Array]:
-            # Gathered once; else each draw gathers the shards of the vocabulary several times.
-            logits = constrain(levels.logits(tokens), ((r"", P("data")),))
             assert sampling is not None
-            return _draw_children(logits, sampling, own_coins)
+            logits = levels.logits(tokens)
+            if coins is not None:
+                return _draw_child(logits, sampling, coins[:, depth])
+            return _draw_children(logits, k, sampling, sampling.gumbel(lengths, DRAFTS + depth, *logits.shape[1:]))
 
         def best() -> tuple[Array, Array, Array]:
             return *levels.best(tokens, k), jnp.zeros((*tokens.shape, draft.token_ids.shape[0]))
@@ -243,12 +242,12 @@ class Block:
 
 
 def _coins(
-    sampling: Sampling, lengths: Int[Array, " b"], shape: tuple[int, ...], *, greedy: bool | Bool[Array, ""]
-) -> Float[Array, "b *shape"]:
-    """Makes a round's coins of drafts, at once for all levels; where an array says greedy, zeros."""
+    sampling: Sampling, lengths: Int[Array, " b"], steps: int, *, greedy: bool | Bool[Array, ""]
+) -> Float[Array, "b s 2"]:
+    """Makes the coins of a chain, at once for all levels; where an array says greedy, zeros."""
 
     def made() -> Array:
-        return sampling.uniform(lengths, DRAFTS, *shape)
+        return sampling.uniform(lengths, DRAFTS, steps, 2)
 
     return made() if greedy is False else jax.lax.cond(greedy, lambda: _unread(made), made)
 
@@ -304,21 +303,34 @@ def graft(
 
 
 def _draw_children(
-    logits: Float[Array, "b m dv"], sampling: Sampling, coins: Float[Array, "b m k 2"]
+    logits: Float[Array, "b m dv"], k: int, sampling: Sampling, noise: Float[Array, "b m dv"]
 ) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"], Float[Array, "b m dv"]]:
     """Draws k tokens for each of m nodes, without replacement: their log-probabilities, ids, and the distribution.
 
-    Requests without a temperature get the best tokens. After the last token that has a probability, tokens of
-    probability 0 follow.
+    The greatest log-probabilities plus Gumbel noise are such draws, in their order (https://arxiv.org/abs/1903.06059).
+    Requests without a temperature get the best tokens.
     """
-    (batch, nodes, size), k = logits.shape, coins.shape[2]
-    sampled = sampling.temperature[:, None, None] > 0
-    probs = jax.nn.softmax(logits / jnp.where(sampled, sampling.temperature[:, None, None], 1.0), axis=-1)
-    left, column, found = probs.reshape(-1, size), jnp.arange(size)[None], []
-    for i in range(k):
-        ids = jnp.minimum(draw(coins[:, :, i].reshape(-1, 2), left), size - 1)[:, None]
-        found.append((jnp.log(jnp.take_along_axis(left, ids, axis=1)), ids))
-        left = jnp.where(column == ids, 0.0, left)
-    gained, ids = (jnp.concatenate(x, axis=1).reshape(batch, nodes, k) for x in zip(*found, strict=True))
-    best = top_k_of_logits(logits, k)
+    logits, sampled = _tempered(logits, sampling)
+    gained, ids, normalizer = ranked(logits, k, jnp.where(sampled, noise, 0.0))
+    return gained, ids, constrain(jnp.exp(logits - normalizer), ((r"", P("data", None, "model")),))
+
+
+def _draw_child(
+    logits: Float[Array, "b 1 dv"], sampling: Sampling, coins: Float[Array, "b 2"]
+) -> tuple[Float[Array, "b 1 1"], Int[Array, "b 1 1"], Float[Array, "b 1 dv"]]:
+    """Does as `_draw_children` for one token, by two coins in place of noise for every token of the vocabulary."""
+    logits = constrain(logits, ((r"", P("data")),))  # gathered once; else `draw` gathers the shards several times
+    tempered, sampled = _tempered(logits, sampling)
+    probs = jax.nn.softmax(tempered, axis=-1)
+    ids = jnp.minimum(draw(coins, probs[:, 0]), probs.shape[-1] - 1)[:, None, None]
+    best = top_k_of_logits(logits, 1)
+    gained = jnp.log(jnp.take_along_axis(probs, ids, axis=-1))
     return jnp.where(sampled, gained, best[0]), jnp.where(sampled, ids, best[1]), probs
+
+
+def _tempered(
+    logits: Float[Array, "b m dv"], sampling: Sampling
+) -> tuple[Float[Array, "b m dv"], Bool[Array, "b 1 1"]]:
+    """Divides the logits of requests that have a temperature by it. Returns them, and which requests have one."""
+    temperature = sampling.temperature[:, None, None]
+    return logits / jnp.where(temperature > 0, temperature, 1.0), temperature > 0

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 from eagle3_jax.decoding.params import MAX_BIASED, SamplingParams
 from eagle3_jax.kernels.vocabulary.api import argmax
 
-# Purposes of a round's random numbers.
+# Purposes of a round's random numbers. Siblings are drawn by the noise of `DRAFTS` plus their parent's depth.
 COINS, BONUS, DRAFTS = range(3)
 
 # Made on the host, read by a program. Type checkers see the program's type.
@@ -160,9 +160,20 @@ class Sampling:
 
         Lengths grow, so no number repeats.
         """
+        return self._each(lengths, purpose, lambda key: jax.random.uniform(key, shape))
 
+    def gumbel(self, lengths: Int[Array, " b"], purpose: int, *shape: int) -> Float[Array, "b *shape"]:
+        """Draws Gumbel noise likewise, of 32 bits each.
+
+        A rare token wins by numbers near 0: those of `uniform` are multiples of 2**-23, too coarse for a vocabulary.
+        """
+        bits = self._each(lengths, purpose, lambda key: jax.random.bits(key, shape))
+        chance = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+        return -jnp.log(-jnp.log1p(-chance))
+
+    def _each(self, lengths: Int[Array, " b"], purpose: int, make: Callable[[Array], Array]) -> Array:
         def of_one(key: Array, length: Array) -> Array:
-            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, length), purpose), shape)
+            return make(jax.random.fold_in(jax.random.fold_in(key, length), purpose))
 
         return jax.vmap(of_one)(self.key, lengths)
 

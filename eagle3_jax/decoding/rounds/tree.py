@@ -6,10 +6,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.lookup import Copied
+from eagle3_jax.mesh import constrain
 
 
 @jax.tree_util.register_dataclass
@@ -53,8 +55,8 @@ class Drawn:
 
     @property
     def probs(self) -> Float[Array, "b g dv"]:
-        """All levels in one array, which greedy rounds do not make."""
-        return jnp.concatenate(self.levels, axis=1)
+        """All levels in one array, whole on every device, which greedy rounds do not make."""
+        return constrain(jnp.concatenate(self.levels, axis=1), ((r"", P("data")),))
 
 
 @jax.tree_util.register_dataclass

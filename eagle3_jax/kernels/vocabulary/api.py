@@ -6,13 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.kernels.dispatch import Implementation, choose
+from eagle3_jax.kernels.dispatch import Implementation, choose, over_mesh, split_axes
 from eagle3_jax.kernels.linear.api import multiply
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
+from eagle3_jax.kernels.vocabulary.lists import Lists, gathered, merged
 
 LONGEST = 32  # tokens of the longest list that the TPU's kernel keeps in registers
+_SPLIT = 1024  # tokens that are worth a collective; a block head's few candidates are not
+_LEAST = -1e30  # rank of an impossible token, before one that was listed already
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -83,12 +87,38 @@ def top_k_of_logits(
     logits: Float[Array, "*batch v"], k: int
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
     """Computes `vocabulary_top_k` from given logits."""
-    tokens = []
-    masked = logits
-    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    for _ in range(k):  # k passes of argmax: on a CPU, top_k sorts the whole vocabulary
-        tokens.append(argmax(masked))
-        masked = jnp.where(column == tokens[-1][..., None], -jnp.inf, masked)
-    best = jnp.stack(tokens, axis=-1)
-    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return jnp.minimum(jnp.take_along_axis(logits, best, axis=-1) - normalizer, 0.0), best
+    return ranked(logits, k)[:2]
+
+
+def ranked(
+    logits: Float[Array, "*batch v"], k: int, noise: Float[Array, "*batch v"] | None = None
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"], Float[Array, "*batch 1"]]:
+    """Returns the k tokens with the greatest log-probability plus noise, in this order; ties go to the lower id.
+
+    On a mesh each device ranks its share of a vocabulary, and one collective merges their lists.
+
+    Returns:
+        The tokens' log-probabilities without noise, at most 0 even after rounding; the tokens, int32; and the logarithm
+        of the sum of exponentials.
+    """
+    size = logits.shape[-1]
+    operands = [None if x is None else x.reshape(-1, size) for x in (logits, noise)]
+    sizes = {"data": logits.size // size, "model": size if size >= _SPLIT else 1}
+    split = "model" in split_axes(sizes)
+
+    def local(logits: Array, noise: Array | None) -> tuple[Array, Array, Array]:
+        normalizer, tokens = jax.nn.logsumexp(logits, axis=-1, keepdims=True), list[Array]()
+        ranks = masked = jnp.maximum(logits if noise is None else logits - normalizer + noise, _LEAST)
+        column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        for _ in range(k):  # k passes of argmax: on a CPU, top_k sorts the whole vocabulary
+            tokens.append(argmax(masked)[:, None])
+            masked = jnp.where(column == tokens[-1], -jnp.inf, masked)
+        best = jnp.concatenate(tokens, axis=1)
+        at = jnp.take_along_axis(logits, best, axis=1), best, normalizer
+        found = Lists(*at) if noise is None else Lists(*at, jnp.take_along_axis(ranks, best, axis=1))
+        found = jax.tree.map(lambda x: x[None], found)
+        return merged(gathered(found, logits.shape[1]) if split else found, k)
+
+    results = over_mesh(local, operands, (P("data", "model"),) * 2, (P("data"),) * 3, sizes)
+    gained, tokens, normalizer = (x.reshape(*logits.shape[:-1], -1) for x in results)
+    return gained, tokens, normalizer

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.dispatch import cores, over_mesh, split_axes
 from eagle3_jax.kernels.tpu.registers import LANES, NEVER, SUBLANES, dot
+from eagle3_jax.kernels.vocabulary.lists import Lists, gathered, merged
 
 # The tiling, chosen by static profiles (tools/tpu_profile.py).
 _BLOCK_BYTES = 8 << 20  # bytes of a block of vocabulary rows
@@ -39,41 +40,9 @@ def top_k(
 
     def local(x: Array, rows: Array) -> tuple[Array, Array]:
         found = lists(x, rows, k, parts=cores(), interpret=interpret)
-        return _merged(*(_gathered(*found, rows.shape[0]) if split else found))
+        return merged(gathered(found, rows.shape[0]) if split else found, k)[:2]
 
     return over_mesh(local, (x, rows), (P("data"), P("model")), (P("data"), P("data")), sizes)
-
-
-def _gathered(
-    values: Float[Array, "p m k"], tokens: Int[Array, "p m k"], normalizers: Float[Array, "p m 1"], rows: int
-) -> tuple[Float[Array, "q m k"], Int[Array, "q m k"], Float[Array, "q m 1"]]:
-    """Gathers the results of the model axis, each device's for its own `rows` of the vocabulary, in one collective."""
-    k = tokens.shape[-1]
-    tokens += jax.lax.axis_index("model") * rows
-    floats = jax.lax.bitcast_convert_type(jnp.concatenate([values, normalizers], axis=-1), jnp.int32)
-    bits = jax.lax.all_gather(jnp.concatenate([floats, tokens], axis=-1), "model", tiled=True)
-    floats = jax.lax.bitcast_convert_type(bits[..., : k + 1], jnp.float32)
-    return floats[..., :k], bits[..., k + 1 :], floats[..., k:]
-
-
-def _merged(
-    values: Float[Array, "p m k"], tokens: Int[Array, "p m k"], normalizers: Float[Array, "p m 1"]
-) -> tuple[Float[Array, "m k"], Int[Array, "m k"]]:
-    """Merges the lists of consecutive parts of a vocabulary, and turns logits into log-probabilities."""
-    parts, m, k = values.shape
-    if parts == 1:
-        return jnp.minimum(values[0] - normalizers[0], 0.0), tokens[0]
-    values, tokens = (jnp.moveaxis(x, 0, 1).reshape(m, -1) for x in (values, tokens))
-    # An entry's place is the number of entries that are greater, or equal and earlier. On a TPU a sort and a gather of
-    # so
-    # few take longer.
-    mine, other = values[:, :, None], values[:, None, :]
-    earlier = jnp.tri(parts * k, k=-1, dtype=bool)[None]
-    place = jnp.sum((other > mine) | ((other == mine) & earlier), axis=-1)
-    chosen = place[:, None] == jnp.arange(k)[None, :, None]
-    best = jnp.sum(jnp.where(chosen, values[:, None], 0.0), axis=-1)
-    normalizer = jax.nn.logsumexp(normalizers, axis=0)
-    return jnp.minimum(best - normalizer, 0.0), jnp.sum(jnp.where(chosen, tokens[:, None], 0), axis=-1)
 
 
 def lists(
@@ -83,8 +52,8 @@ def lists(
     *,
     parts: int,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "p m k"], Int[Array, "p m k"], Float[Array, "p m 1"]]:
-    """Returns each part's k greatest logits, their tokens, and the logarithm of its sum of exponentials.
+) -> Lists:
+    """Lists the k greatest logits of each part.
 
     Args:
         rows: any float type; read as the type of `hidden`.
@@ -130,8 +99,7 @@ def lists(
         interpret=interpret,
         name="vocabulary_top_k",
     )(jnp.pad(hidden, ((0, tiles * tile - m), (0, 0))), rows)
-    values, tokens, normalizer = (x[:, :m] for x in found)
-    return values, tokens, normalizer
+    return Lists(*(x[:, :m] for x in found))
 
 
 def _kernel(

@@ -1,6 +1,8 @@
 """Trees against plain Python references."""
 
 import dataclasses
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,15 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
-from eagle3_jax.config import DraftTree
+from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding.rounds import draft as draft_lib
 from eagle3_jax.decoding.rounds import tree as tree_lib
 from eagle3_jax.decoding.rounds.lookup import Copied
-from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.decoding.rounds.sampling import BONUS, COINS, Sampling
 from eagle3_jax.kernels.tree_attention.api import tree_attention
+from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models.drafts.head import Head
 
 SIZES = [
@@ -271,8 +275,8 @@ def test_siblings_are_drawn_without_replacement():
     q = np.sqrt([0.5, 0.3, 0.15, 0.05])
     q /= q.sum()
     sampling = dataclasses.replace(Sampling.greedy(2), temperature=jnp.array([2.0, 0.0]))
-    coins = jax.random.uniform(jax.random.key(0), (2, samples, 2, 2))
-    gained, ids, probs = draft_lib._draw_children(jnp.broadcast_to(logits, (2, samples, 4)), sampling, coins)
+    noise = sampling.gumbel(jnp.array([3, 4]), 2, samples, 4)
+    gained, ids, probs = draft_lib._draw_children(jnp.broadcast_to(logits, (2, samples, 4)), 2, sampling, noise)
     assert (ids[1] == jnp.arange(2)[None]).all()
     np.testing.assert_allclose(probs[0, 0], q, rtol=1e-5)
     np.testing.assert_allclose(gained[0], np.log(q)[np.asarray(ids[0])], rtol=1e-4)
@@ -281,3 +285,67 @@ def test_siblings_are_drawn_without_replacement():
     expected = samples * q[:, None] * q[None] / (1 - q[:, None]) * (1 - np.eye(4))
     assert np.trace(pairs) == 0
     assert (np.abs(pairs - expected) <= 4 * np.sqrt(expected)).all()
+
+
+@pytest.mark.parametrize("q", [[0.5, 0.3, 0.2], [0.9, 0.09, 0.01], [0.7, 0.3, 0.0]], ids=str)
+def test_every_order_of_siblings_has_the_probability_of_draws_in_turn(q):
+    """All noise there is, by quadrature: the middle of each of 32 equally probable stretches, for each of 3 tokens."""
+    parts = 32
+    each = -np.log(-np.log1p(-(np.arange(parts) + 0.5) / parts))
+    noise = np.stack(np.meshgrid(each, each, each, indexing="ij"), axis=-1).reshape(1, -1, 3)
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(q)), noise.shape)
+    sampling = dataclasses.replace(Sampling.greedy(1), temperature=jnp.ones(1))
+    _, ids, probs = jax.jit(draft_lib._draw_children, static_argnums=1)(logits, 3, sampling, jnp.asarray(noise))
+    np.testing.assert_allclose(probs[0, 0], q, atol=1e-6)
+    got = np.zeros((3, 3, 3))
+    np.add.at(got, tuple(np.asarray(ids[0]).T), 1 / noise.shape[1])
+    expected = np.zeros((3, 3, 3))
+    for order in itertools.permutations(range(3)):
+        first, second, _ = (q[token] for token in order)
+        expected[order] = first * second / (1 - first)
+    np.testing.assert_allclose(got, expected, atol=4e-3)
+
+
+def test_noise_is_the_exponential_race_of_all_bits(monkeypatch):
+    """From the rarest winner to the surest loser; equal levels, lengths and requests alone have equal noise."""
+    bits = np.array([0, 1, 2, 1000, 2**24 + 1, 2**31, 2**32 - 2**20, 2**32 - 1], np.uint32)
+    sampling, lengths = Sampling.greedy(2), jnp.array([7, 7])
+    kinds = [sampling.gumbel(lengths, purpose, 8) for purpose in (2, 3)] + [sampling.gumbel(lengths + 1, 2, 8)]
+    assert len(np.unique(np.stack(kinds))) == 3 * 2 * 8
+    np.testing.assert_array_equal(kinds[0], sampling.gumbel(lengths, 2, 8))
+    monkeypatch.setattr(jax.random, "bits", lambda *_: jnp.asarray(bits))
+    expected = -np.log(-np.log1p(-np.minimum((bits + 0.5) * 2.0**-32, 1 - 2.0**-24)))
+    np.testing.assert_allclose(sampling.gumbel(lengths, 2, 8)[1], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_each_level_is_drawn_by_noise_of_its_own(toy, monkeypatch):
+    """Else a node's children would depend on how it was drawn."""
+    purposes, gumbel = [], Sampling.gumbel
+    monkeypatch.setattr(Sampling, "gumbel", lambda *given: purposes.append(given[2]) or gumbel(*given))
+    state, cache = jnp.ones((1, toy.target.config.hidden_size)), toy.good.head.empty_cache(1, 32)
+    given = toy.good, SIZES[3], jnp.array([18]), state, cache, jnp.array([0]), Sampling.greedy(1)
+    jax.make_jaxpr(lambda: draft_lib.grow(toy.target, *given)[0].tokens)()
+    assert len({*purposes, COINS, BONUS}) == SIZES[3].num_steps + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", [1024, 1020], ids=["split", "does not divide"])
+def test_a_split_vocabulary_draws_the_same_siblings_by_one_collective(vocabulary):
+    k, sampling = 3, dataclasses.replace(Sampling.greedy(2), temperature=jnp.array([0.8, 0.0]))
+    logits = 3 * jax.random.normal(jax.random.key(1), (2, 4, vocabulary))
+
+    def draws(logits):
+        noise = sampling.gumbel(jnp.array([3, 4]), 2, *logits.shape[1:])
+        return draft_lib._draw_children(logits, k, sampling, noise)
+
+    mesh = make_mesh(MeshConfig(data=1, model=8))
+    place = NamedSharding(mesh, PartitionSpec(None, None, "model" if vocabulary == 1024 else None))
+    with jax.set_mesh(mesh):
+        split = jax.jit(draws).lower(jax.ShapeDtypeStruct(logits.shape, logits.dtype, sharding=place)).compile()
+    collectives = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", split.as_text() or "")
+    assert collectives == (["all-gather"] if vocabulary == 1024 else [])
+    gained, ids, probs = split(jax.device_put(logits, place))
+    expected = jax.jit(draws)(logits)
+    np.testing.assert_array_equal(ids, expected[1])
+    np.testing.assert_allclose(gained, expected[0], atol=1e-5)
+    np.testing.assert_allclose(probs, expected[2], atol=1e-6)
