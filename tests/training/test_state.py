@@ -232,7 +232,8 @@ print("compiled", compiled.memory_analysis().temp_size_in_bytes)
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_step_compiles_for_a_tpu():
     result = subprocess.run([sys.executable, "-c", _TPU_PROGRAM], capture_output=True, text=True, timeout=600)
     assert "compiled" in result.stdout, result.stderr[-4000:]
