@@ -114,12 +114,13 @@ def predict(chip: Chip | None, *, read: float = 0, operations: float = 0, device
 def predict_program(lowered: jax.stages.Lowered, mesh: Mesh, *, rounds: bool) -> float | None:
     """Predicts the seconds of a program, or of one greedy round of it, from its compiled operations and collectives.
 
-    None is no prediction: there are no figures of the chip, or the compiler writes what tools/tpu_hlo.py cannot read.
+    None is no prediction: there are no figures of the chip, or the compiler wrote what JAX or tools/tpu_hlo.py cannot
+    read.
     """
     if (chip := chip_of(mesh.devices.flat[0])) is None:
         return None
     try:
-        program = tpu_hlo.Program(tpu_hlo.optimised(lowered))
+        program = tpu_hlo.Program(lowered.compile().as_text() or "")
         how: dict[str, Any] = {"one_pass": True, "branch": min} if rounds else {}
         return tpu_price.price(program, mesh, chip, **how).total
     except Exception:  # of a compiler that was never seen; a floor is left

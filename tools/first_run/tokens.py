@@ -48,7 +48,7 @@ Dtype = Literal["float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 # Tokens a round of the packaged head on these prompts, as CPUs count them in float32. A head that drafts worse on a
 # chip changes no token.
-TAU = {"chain": 2.09, "tree": 2.88}
+TAU = {"chain": 2.09, "tree": 2.88, LOOKUP: 1.56}
 MOST_WORSE = 0.1  # share of tau
 MAX_TOKENS, MAX_LENGTH = 64, 512
 
