@@ -117,11 +117,24 @@ def whole_run(tmp_path_factory):
         return tiny.make_run(folder / "whole_run")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def products(request):
+    """With --mxu, float32 products are a TPU's in all tests."""
+    if not request.config.option.mxu:
+        yield
+        return
+    import mxu
+
+    with mxu.tpu_products():
+        yield
+
+
 _COLD = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser):
     parser.addoption("--cold", action="store_true", help="compile all, and keep it for this run alone")
+    parser.addoption("--mxu", action="store_true", help="multiply float32 as a TPU does, see tests/mxu.py")
 
 
 def pytest_configure(config):
