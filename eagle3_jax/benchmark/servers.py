@@ -244,7 +244,7 @@ def found_at(url: str, key: str | None = None) -> Server:
     try:
         listed = httpx2.get(f"{url}/models", headers=server.headers, timeout=30).raise_for_status().json()
         return dataclasses.replace(server, model=listed["data"][0]["id"])
-    except (httpx2.HTTPError, httpx2.InvalidURL, OverflowError, LookupError, TypeError, json.JSONDecodeError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{url}/models: got {error!r}, expected a server of OpenAI's API") from error
 
 

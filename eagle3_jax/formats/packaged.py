@@ -61,7 +61,8 @@ def chosen_draft(draft: str | None, export: disk.Path, target: Target) -> tuple[
         return draft, draft_models.resolve(draft)
     folder = packaged_head(target)
     if folder is None:
-        raise ValueError(f"draft: got 'auto', expected a folder: no packaged head for {target.identity['name']}")
+        expected = f"a head's folder or 'lookup': no packaged head for {target.identity['name']}"
+        raise ValueError(f"draft: got 'auto', expected {expected}")
     return AUTO, folder
 
 

@@ -83,7 +83,9 @@ def test_another_target_gets_none(heads, target, field):
     assert Engine.load(other, max_length=64).draft is None
     with pytest.raises(ValueError, match="draft: got None, expected a draft head"):
         Engine.load(other, tree=CHAIN, max_length=64)
-    with pytest.raises(ValueError, match="draft: got 'auto', expected a folder: no packaged head for"):
+    with pytest.raises(
+        ValueError, match="draft: got 'auto', expected a head's folder or 'lookup': no packaged head for"
+    ):
         packaged.chosen_draft("auto", pathlib.Path("runs/x/export"), other)
 
 
