@@ -183,7 +183,7 @@ class ServeConfig:
             is set, authentication is off.
         api_key_file: a file with one API key a line.
         allowed_origins: web pages whose scripts may ask (CORS), such as "https://example.org"; "*" is all.
-        access_log: write a line for every request, without its body and its key.
+        access_log: write a line for every request and one for its answer's speed, without the body and the key.
         requests_per_minute: limit of a key; without keys, of an address.
         max_body_bytes: limit of a request's body.
         request_timeout: seconds for a whole answer, waiting included.

@@ -19,6 +19,7 @@ from eagle3_jax.serve.limits import queue_full
 from eagle3_jax.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
+_access = logging.getLogger("uvicorn.error")  # shown where `serve.access_log` is on, see `opening.http_settings`
 
 
 def submit(
@@ -106,6 +107,11 @@ class Answers:
 
     async def __aexit__(self, *_: Any) -> None:
         self.abort()
+        seconds, written = time.monotonic() - self._arrived, sum(len(x.tokens) - len(x.ids) for x in self.requests)
+        ends = ", ".join(sorted({"abort" if x.output is None else x.output.finish_reason for x in self.requests}))
+        read = sum(len(request.ids) for request in self.requests[:: self.count])
+        shown = "read %d tokens, wrote %d in %.2f s, %.1f tokens/s: %s"
+        _access.info(shown, read, written, seconds, written / seconds, ends)
 
     @property
     def whole(self) -> bool:

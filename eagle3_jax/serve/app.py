@@ -22,7 +22,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import eagle3_jax
 from eagle3_jax.config import ServeConfig
+from eagle3_jax.decoding.arguments import check_ids
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.request import Request as EngineRequest
@@ -77,6 +79,9 @@ def make_app(
     app = Starlette(
         routes=[
             Mount("/v1", routes=api, middleware=[gate]),
+            Route("/tokenize", server.tokenize, methods=["POST"], middleware=[gate]),
+            Route("/detokenize", server.detokenize, methods=["POST"], middleware=[gate]),
+            Route("/version", server.version),
             Route("/", server.page),
             Route("/health", server.health),
             Route("/metrics", server.metrics_text),
@@ -140,6 +145,34 @@ class _Server:
         self._check_model(name)
         return JSONResponse(entry)
 
+    async def tokenize(self, request: Request) -> Response:
+        """Counts a prompt's tokens, as vLLM does."""
+        body = protocol.read_text(await self._read(request))
+        self._check_model(body.model)
+        try:
+            if len(body.prompts) > 1:
+                raise ValueError(f"prompt: got {len(body.prompts)} prompts, expected one")
+            ids = await asyncio.wrap_future(self._encoder.submit(body.encode, self.pool, body.prompts[0]))
+        except ValueError as error:
+            raise protocol.refusal(error, body.field) from error
+        named = (body.model_extra or {}).get("return_token_strs")
+        names = self.pool.tokenizer.convert_ids_to_tokens(ids) if named else None
+        return JSONResponse(
+            {"count": len(ids), "max_model_len": self.pool.max_length, "tokens": ids, "token_strs": names}
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = protocol.parse(protocol.Tokens, await self._read(request))
+        self._check_model(body.model)
+        try:
+            check_ids("tokens", body.tokens, self.pool.engines[0].target.config.vocab_size)
+        except ValueError as error:
+            raise protocol.refusal(error) from error
+        return JSONResponse({"prompt": self.pool.tokenizer.decode(body.tokens)})
+
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": eagle3_jax.__version__})
+
     async def health(self, _: Request) -> Response:
         """Reports healthy while rounds make progress or no request runs; says how far the warm-up is until it ends."""
         stalled, compiling = self.pool.stalled, self.pool.compiling
@@ -156,7 +189,7 @@ class _Server:
         self, request: Request, kind: type[protocol.RequestBody], shape: ChatShape | CompletionShape
     ) -> Response:
         settings, arrived = self.settings, time.monotonic()
-        body = protocol.read(kind, await read_body(request, settings.max_body_bytes, settings.client_timeout))
+        body = protocol.read(kind, await self._read(request))
         self._check_model(body.model)
         params = body.params(self.pool.max_length, self.defaults)
         if (count := body.answers * len(body.prompts)) > settings.queue_limit:
@@ -189,6 +222,9 @@ class _Server:
             outputs = [answers.output(index) for index in range(len(answers.requests))]
             prompts = [request.ids for request in answers.requests] if body.return_token_ids else None
             return JSONResponse(envelope.whole(outputs, answers.usage(), prompts))
+
+    async def _read(self, request: Request) -> bytes:
+        return await read_body(request, self.settings.max_body_bytes, self.settings.client_timeout)
 
     def _submit(self, body: protocol.RequestBody, params: SamplingParams, deadline: float) -> list[EngineRequest]:
         prompts = [body.encode(self.pool, prompt) for prompt in body.prompts]

@@ -13,7 +13,8 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.request import Output
 from eagle3_jax.decoding.scheduler import EngineStats
 
-ENDPOINTS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+_OF_OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+ENDPOINTS = ("/", *_OF_OPENAI, "/tokenize", "/detokenize", "/version", "/health", "/metrics")
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
 _LENGTHS = (1.0, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8)

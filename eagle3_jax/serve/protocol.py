@@ -11,7 +11,7 @@ import re
 import reprlib
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import Field, PlainValidator
@@ -22,6 +22,8 @@ from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.serve.errors import ApiError
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # strings, characters: every token is searched for all stop strings
+
+_Body = TypeVar("_Body", bound=pydantic.BaseModel)
 
 _UNSUPPORTED = "this server does not support it"
 _TEXT_ONLY = "this server reads and writes text only"
@@ -350,12 +352,17 @@ class Completion(RequestBody):
         return self
 
 
+class Tokens(pydantic.BaseModel):
+    """The body of /detokenize, in vLLM's shape."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+    model: str | None = None
+    tokens: list[int]
+
+
 def read(kind: type[RequestBody], body: bytes) -> RequestBody:
     """Parses a body. Raises ApiError, with the field in `param`."""
-    try:
-        parsed = kind.model_validate_json(body)
-    except pydantic.ValidationError as error:
-        raise _first(error.errors(include_url=False)[0]) from error
+    parsed = parse(kind, body)
     for field, value in (parsed.model_extra or {}).items():
         if field in _REFUSED:
             harmless, why = _REFUSED[field]
@@ -365,6 +372,19 @@ def read(kind: type[RequestBody], body: bytes) -> RequestBody:
     if parsed.stream_options is not None and not parsed.stream:
         raise _refused("stream_options", parsed.stream_options.model_dump(), "stream to be true with it")
     return parsed
+
+
+def read_text(body: bytes) -> RequestBody:
+    """Parses the body of /tokenize: a chat's if it has messages, else a completion's. Raises ApiError."""
+    return read(Chat if re.search(rb'"messages"\s*:', body) else Completion, body)
+
+
+def parse(kind: type[_Body], body: bytes) -> _Body:
+    """Parses JSON. Raises ApiError, with the field in `param`."""
+    try:
+        return kind.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        raise _first(error.errors(include_url=False)[0]) from error
 
 
 def refusal(error: ValueError, prompt: str = "prompt") -> ApiError:

@@ -7,6 +7,7 @@ import copy
 import http.client
 import itertools
 import json
+import logging
 import math
 import pathlib
 import re
@@ -24,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+import eagle3_jax
 from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.scheduler import EngineStats
@@ -340,6 +342,40 @@ def test_models(served):
         served.client.models.retrieve("gpt")
     with pytest.raises(openai.NotFoundError, match="model: got 'gpt'"):
         served.client.chat.completions.create(model="gpt", messages=MESSAGES)
+
+
+def test_tokens_of_a_prompt_in_vllm_s_shapes(served, serving):
+    """Those that the same prompt has in a request; special tokens come back as text."""
+    tokenizer, ids = served.engine.tokenizer, served.engine.encode(MESSAGES)
+    chat = served.http.post("/tokenize", json={"model": MODEL, "messages": MESSAGES, "return_token_strs": True}).json()
+    strings = tokenizer.convert_ids_to_tokens(ids)
+    assert chat == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": strings}
+    text = served.http.post("/tokenize", json={"prompt": 'apple "messages": bird'}).json()
+    assert text["tokens"] == tokenizer('apple "messages": bird')["input_ids"] and text["token_strs"] is None
+    assert served.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": tokenizer.decode(ids)}
+    assert "<|im_end|>" in tokenizer.decode(ids)
+    for path, body, field in (
+        ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {"tokens": [2**40]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "gpt"}, "model"),
+    ):
+        answer = served.http.post(path, json=body)
+        assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == field
+    assert served.http.get("/version").json() == {"version": eagle3_jax.__version__}
+    with serving(keys=("one",)) as served:
+        assert [served.http.post(path, json={}).status_code for path in ("/tokenize", "/detokenize")] == [401, 401]
+
+
+def test_each_request_has_a_line_with_its_speed(serving, caplog, monkeypatch):
+    with serving(access_log=True) as served:
+        log = logging.getLogger("uvicorn.error")
+        monkeypatch.setattr(log, "handlers", [caplog.handler])  # uvicorn's loggers do not propagate to the root
+        asked: Any = {"prompt": [5, 6, 7], "max_tokens": 4, "n": 2, "ignore_eos": True}
+        assert served.http.post("/v1/completions", json=asked).status_code == 200
+        shown = r"read 3 tokens, wrote 8 in \d+\.\d\d s, \d+\.\d tokens/s: length"
+        wait_until(lambda: re.search(shown, caplog.text))
 
 
 def test_other_paths_and_methods_are_errors_of_the_api(served):
