@@ -318,11 +318,11 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
 
     def make() -> Any:
         say(f"loading; {url}/health is 200 when it answers")
+        with progress.told("starting"):
+            pool = load(config, say)
         defaults = sampling_defaults(settings.generation_config, config.target.name)
         taken = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "temperature 1"
         processes.say(f"eagle3_jax.serve: sampling, where a request leaves it open: {taken}; see --generation-config")
-        with progress.told("starting"):
-            pool = load(config, say)
         if processes.count() > 1:
             rows = row_processes(make_mesh(config.mesh))
             engines = led.enter_context(hosts.lead(pool.engines, rows, lose))
