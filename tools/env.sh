@@ -21,13 +21,13 @@ PYTEST=(python -m pytest -p timeout --timeout-method thread -n 2 --dist workstea
 BEAT=""
 
 beat() {
-  if [[ -t 2 ]]; then return; fi
+  if [[ -t 2 ]]; then return 0; fi
   while sleep 15 &>/dev/null && kill -0 $$ 2>/dev/null; do echo "... $SECONDS s so far" >&2; done &
   BEAT=$!
 }
 
 rest() {
-  if [[ -z $BEAT ]]; then return; fi
+  if [[ -z $BEAT ]]; then return 0; fi # 0: in a trap it is the status before it
   kill "$BEAT" 2>/dev/null || true
   wait "$BEAT" 2>/dev/null || true
   BEAT=""
