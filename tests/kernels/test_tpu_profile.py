@@ -13,7 +13,7 @@ pytest.importorskip("libtpu")
 
 ROOT = pathlib.Path(__file__).parents[2]
 BASELINE = ROOT / "tests/kernels/tpu_cycles.json"
-LIBTPU = "0.0.51"  # that the stored cycles are from; another one schedules in its own way
+LIBTPU = "0.0.50.1"  # that the stored cycles are from; another one schedules in its own way
 
 
 @pytest.fixture
