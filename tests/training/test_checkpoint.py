@@ -173,6 +173,8 @@ def test_a_save_that_failed_is_told_by_the_next_wait(tmp_path, monkeypatch, capl
     assert heard and not any(record.exc_info for record in heard)
 
 
+# TensorStore's reads that failed report to Orbax's event loop, which is closed by then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_save_that_cannot_be_read_back_is_none(tmp_path, monkeypatch):
     async def merges_nothing(*_, **__):
         pass
