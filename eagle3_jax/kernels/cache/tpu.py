@@ -76,7 +76,8 @@ def _local(
                     pltpu.SemaphoreType.DMA,
                 ],
             ),
-            out_shape=tuple(pltpu.HBM(cache.shape, cache.dtype) for cache in some),
+            # Not `pltpu.HBM`: libtpu 0.0.41 refuses a program whose results alias arguments of another memory space.
+            out_shape=tuple(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in some),
             input_output_aliases={len(scalars) + i: i for i in range(len(some))},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM + (8 << 20), disable_bounds_checks=True
