@@ -44,6 +44,11 @@ TREES = {
     "tree": DraftTree(num_steps=5, topk=4, num_draft_tokens=16),
     LOOKUP: DraftTree(num_steps=8, num_draft_tokens=9),
 }
+_SMALL_TREES = {
+    "chain": DraftTree(num_steps=2, num_draft_tokens=3),
+    "tree": DraftTree(num_steps=2, topk=2, num_draft_tokens=5),
+    LOOKUP: DraftTree(num_steps=3, num_draft_tokens=4),
+}
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 # Tokens a round of the packaged head on these prompts, as CPUs count them in float32. A head that drafts worse on a
@@ -73,7 +78,7 @@ def _real(dtype: Dtype, name: str, *, small: bool) -> Iterator[Line]:
         **dict.fromkeys(("dtype", "weights", "mesh", "token_map")),
     )
     prompts = {key: encode(tokenizer, text) for key, text in PROMPTS.items()}
-    taus = TAU if packaged else {}
+    taus = TAU if packaged and not small else {}
     yield from _compared(f"{dtype}, 1 device", model, tokenizer, head, prompts, taus, small=small)
 
 
@@ -104,7 +109,7 @@ def _compared(
     params = SamplingParams(max_tokens=MAX_TOKENS // 4 if small else MAX_TOKENS)
     asked = [{"id": key, "category": "all", "prompt": ids} for key, ids in prompts.items()]
     vanilla, judge = Engine(model, tokenizer, None, **size), functools.partial(near_tie, model)
-    for draft, tree in TREES.items():
+    for draft, tree in (_SMALL_TREES if small else TREES).items():
         engine = Engine(model, tokenizer, LOOKUP if draft == LOOKUP else head, tree, **size)
         tallies = compare(vanilla, engine, asked, params, len(prompts), judge, progress=False)
         yield judged(f"{where}, {draft}", total(list(tallies.values())), taus.get(draft))
