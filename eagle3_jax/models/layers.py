@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear.api import gated_linear, linear
 from eagle3_jax.kernels.linear.layouts import Quantised
+from eagle3_jax.mesh import constrain
 
 # (regex over a parameter's path, partition), for targets and draft heads: the model axis splits vocabulary rows, KV
 # heads, FFN columns and the aux features' columns.
@@ -40,6 +41,15 @@ SHARDING_RULES = (
     (r"expert_gate_up_bias$", P(None, "model")),
     (r"sinks$", P("model")),
 )
+
+
+def whole_states(states: Any) -> Any:
+    """Keeps states [b, t, h] whole on each device of the current mesh's model axis.
+
+    The partitioner would split them along h where a product behind them is split by rows, as a head's `fc` is, and with
+    them the residual stream of all layers: six collectives a layer instead of two.
+    """
+    return constrain(states, ((r"", P(P.UNCONSTRAINED, P.UNCONSTRAINED, None)),))
 
 
 @dataclasses.dataclass(frozen=True)

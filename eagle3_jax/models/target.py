@@ -14,12 +14,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.checkpoint.quantised import Scales, read_scales
 from eagle3_jax.models.layers import (
@@ -29,12 +27,9 @@ from eagle3_jax.models.layers import (
     ones,
     rms_norm,
     scaled_rope_table,
+    whole_states,
 )
 from eagle3_jax.models.rope import KINDS, THETA, Kinds, read_rope, write_rope
-
-# States lie whole on each device of a model axis. Else a head's `fc`, whose rows that axis splits, would have the
-# partitioner split the residual stream of all layers: six collectives a layer instead of two.
-_WHOLE_STATES = ((r"", P(P.UNCONSTRAINED, P.UNCONSTRAINED, None)),)
 
 # Cosines and sines, see `rope_table`.
 Rope = tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
@@ -234,7 +229,7 @@ class TargetModel(nnx.Module):
         hidden = self.final_norm(x)
         if final_boundary(c.num_hidden_layers) in c.aux_layers:
             aux.append(hidden)
-        outputs = constrain((hidden, jnp.concatenate(aux or [hidden[..., :0]], axis=-1)), _WHOLE_STATES)
+        outputs = whole_states((hidden, jnp.concatenate(aux or [hidden[..., :0]], axis=-1)))
         return *outputs, cache
 
     def observed_at(self, aux_layers: tuple[int, ...]) -> TargetModel:

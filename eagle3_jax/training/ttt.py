@@ -24,7 +24,7 @@ from eagle3_jax.kernels.dispatch import default_implementation, over_mesh
 from eagle3_jax.kernels.remat import KEPT
 from eagle3_jax.kernels.ttt_attention.api import ttt_attention
 from eagle3_jax.models.drafts.head import Head
-from eagle3_jax.models.layers import embeddings
+from eagle3_jax.models.layers import embeddings, whole_states
 from eagle3_jax.sequence import Split
 from eagle3_jax.training.batch import Batch
 from eagle3_jax.training.fsdp import on_own_rows
@@ -63,7 +63,7 @@ def _steps(
     head: Head, rows: tuple[Array, Array, Array, Array], embed: Array, steps: int, remat: bool, split: Split
 ) -> Array:
     tokens, positions, segment_ids, aux = rows
-    embeds, state, c = embeddings(embed, tokens), head.fuse(aux), head.config
+    (embeds, state), c = whole_states((embeddings(embed, tokens), head.fuse(aux))), head.config
     inputs: _Inputs = embeds, positions, segment_ids, {}
     if split.pieces > 1:
         row = {"row": _first_keys(head, state, embeds, positions, split), "begin": split.begin(state.shape[1])}
@@ -104,7 +104,7 @@ def _step(
         return ttt_attention(q, keys, values, segment_ids, i, **row)
 
     following = jax.lax.dynamic_slice_in_dim(embeds, 1 + i, state.shape[1], axis=1)
-    return head(following, state, positions + i, attend), keys, values
+    return whole_states(head(following, state, positions + i, attend)), keys, values
 
 
 def _added(held: Array, new: Array, i: Array | int) -> Array:
