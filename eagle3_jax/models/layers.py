@@ -49,6 +49,8 @@ def whole_states(states: Any) -> Any:
     The partitioner would split them along h where a product behind them is split by rows, as a head's `fc` is, and with
     them the residual stream of all layers: six collectives a layer instead of two.
     """
+    if jax.sharding.get_abstract_mesh().shape.get("model", 1) == 1:
+        return states
     return constrain(states, ((r"", P(P.UNCONSTRAINED, P.UNCONSTRAINED, None)),))
 
 

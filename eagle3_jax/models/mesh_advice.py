@@ -33,7 +33,7 @@ def advice(target: Any, shape: ModelConfig, mesh: Mesh, field: str) -> str | Non
         target: the weights that pass over the tokens, as arrays in a pytree on the mesh.
         field: the mesh's name in the config.
     """
-    device, weights = mesh.devices.flat[0], sum(x.nbytes for x in jax.tree.leaves(target))
+    device, weights = mesh.local_devices[0], sum(x.nbytes for x in jax.tree.leaves(target))
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
     return better(shape, mesh.shape["model"], device.device_kind, weights, memory, field)
 

@@ -19,6 +19,10 @@ from eagle3_jax.kernels.linear import cpu, quantised, quantised_cpu
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised, QuantisedPanels
 from eagle3_jax.kernels.linear.quantised import quantise as quantise
 
+# From so many rows on the product itself rounds its sums, see `contract`. For fewer ones XLA for TPUs would copy matrices
+# into another layout; and scales of few bits multiply sums that are not rounded.
+_MANY_ROWS = 256
+
 
 def pack(matrix: Float[Array, "k n"] | Quantised) -> Panels | Quantised:
     """Packs a matrix into panels of this machine's CPU kernels; one that they cannot multiply is returned as it is."""
@@ -40,8 +44,8 @@ def linear(
     x: Float[Array, "*batch h"], matrix: Float[Array, "h out"] | Panels | Padded | Quantised
 ) -> Float[Array, "*batch out"]:
     """Computes x @ matrix in x's dtype; the matrix is cast to it."""
-    inner = matrix.matrix if isinstance(matrix, Padded) else matrix
-    dtype = jnp.float32 if isinstance(inner, Quantised) else x.dtype  # scales multiply sums that are not rounded
+    many = x.size // x.shape[-1] >= _MANY_ROWS and isinstance(matrix, jax.Array)
+    dtype = x.dtype if many else jnp.float32
 
     def dense(x: Array, matrix: Array) -> Array:
         return contract("mk,kn->mn", x, matrix, dtype)
