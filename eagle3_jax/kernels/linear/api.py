@@ -19,8 +19,8 @@ from eagle3_jax.kernels.linear import cpu, quantised, quantised_cpu
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised, QuantisedPanels
 from eagle3_jax.kernels.linear.quantised import quantise as quantise
 
-# From so many rows on the product itself rounds its sums, see `contract`. For fewer ones XLA for TPUs would copy matrices
-# into another layout; and scales of few bits multiply sums that are not rounded.
+# From so many rows on the product itself rounds its sums, see `contract`. For fewer ones XLA for TPUs would copy
+# matrices into another layout; and scales of few bits multiply sums that are not rounded.
 _MANY_ROWS = 256
 
 
