@@ -110,6 +110,7 @@ def test_training_sends_nothing_over_data_inside_a_loop(topology, model, kind, p
     [
         ("evaluate", "rounds", (), 18),
         rarely("regenerate", "rounds", (), 6),
+        rarely("evaluate", "rounds", ("--evaluate.draft", "lookup"), 6),
         rarely("evaluate", "rounds", ("--draft.kind", "dflash"), 10),
         rarely("evaluate", "rounds", ("--draft.kind", "dspark"), 24),
         rarely("evaluate", "rounds", ("--draft.kind", "dflash2"), 24),
