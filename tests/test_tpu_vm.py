@@ -156,6 +156,13 @@ class Cloud:
         """What was asked, in a word each: describe, create, delete, scp, ssh, or buckets."""
         return [call[call.index("tpus") + 2] if "tpus" in call else call[1] for call in self.asked()]
 
+    def jobs_verbs(self) -> list[str]:
+        """The same of a job, whose end may take several looks on a slow machine: they count as one."""
+        verbs = self.verbs()
+        while verbs[3:] and verbs[-1] == "ssh":
+            verbs.pop()
+        return verbs
+
     def on_host(self, index: int) -> list[str]:
         """The arguments of the verbs that ran on a host."""
         return (self.hosts[index] / "eagle3_jax/asked").read_text().split("\0")[:-1]
@@ -352,7 +359,7 @@ def test_a_verb_runs_on_all_hosts_with_its_config_and_arguments(cloud, config, v
     ended = cloud.run(verb, "--config", str(config), "--", *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"{verb}: finished on 2 of 2 hosts." in ended.stderr
-    assert cloud.verbs() == ["describe", "ssh", "ssh"]
+    assert cloud.jobs_verbs() == ["describe", "ssh", "ssh"]
     assert all("--worker=all" in call for call in cloud.asked()[1:])
     for index, host in enumerate(cloud.hosts):
         assert cloud.on_host(index) == ["-m", f"eagle3_jax.{verb}", "--config", f"jobs/{verb}/config.yaml", *words]
@@ -398,7 +405,7 @@ def test_a_dead_job_is_not_taken_for_a_silent_host(cloud, config, words):
         (host / "eagle3_jax/.venv/bin/python").write_text(verb)
     ended = cloud.run("train", "--config", str(config))
     assert ended.returncode == 1 and "train ended, its log stands above" in ended.stderr
-    assert cloud.verbs() == ["describe", "ssh", "ssh"]
+    assert cloud.jobs_verbs() == ["describe", "ssh", "ssh"]
     assert "a traceback\n" in ended.stdout and words.strip() in ended.stdout
 
 
@@ -456,7 +463,7 @@ def test_a_server_listens_on_loopback_behind_a_tunnel(cloud, config, kind):
         shutil.rmtree(cloud.hosts[1])
     ended = cloud.run("serve", "--config", str(config), "--port", "8123", "--", "--target.name", "a b", type=kind)
     assert ended.returncode == 0, ended.stderr
-    assert cloud.verbs() == ["describe", "ssh", "ssh"] and "--worker=all" in cloud.asked()[1]
+    assert cloud.jobs_verbs() == ["describe", "ssh", "ssh"] and "--worker=all" in cloud.asked()[1]
     assert {"--worker=0", "--ssh-flag=-L 127.0.0.1:8123:127.0.0.1:8123", "--ssh-flag=-tt"} <= set(cloud.asked()[2])
     flags = ["--host", "127.0.0.1", "--port", "8123", "--target.name", "a b"]
     for index in range(len(cloud.hosts)):
@@ -552,9 +559,10 @@ def test_a_dry_run_shows_all_and_asks_nothing(cloud, config, command):
         spot=words[0] == "create",
         states=["NONE", "ACTIVE"] if words[0] == "create" else ["ACTIVE"],
     )
-    assert cloud.asked()[: len(would_ask)] == would_ask and len(cloud.asked()) - len(would_ask) == (
-        words[0] == "create"
-    )
+    asked = cloud.asked()
+    while words[0] == "train" and len(asked) > len(would_ask) and asked[-1] == asked[-2]:
+        asked.pop()  # a further look at the job
+    assert asked[: len(would_ask)] == would_ask and len(asked) - len(would_ask) == (words[0] == "create")
 
 
 def test_what_is_documented_asks_for_a_zone_that_has_the_type():

@@ -88,6 +88,7 @@ class Told(Request):
 
     def __init__(self) -> None:
         self.ends, self.output = asyncio.get_running_loop().create_future(), None
+        self.ids, self._token_ids = [1], []
 
     async def __aiter__(self):
         yield Piece("", [], None, [], None)
