@@ -22,7 +22,7 @@ target: {{name: {target}, dtype: bfloat16, aux_layers: [1, 2]}}
 draft: {{vocab_size: 1024, mask_token_id: 7, num_layers: 1}}
 regenerate: {{max_length: 256, max_tokens: 64, batch_size: 2}}
 extract: {{max_length: 256, batch_tokens: 16384}}
-train: {{features: online, ttt_steps: 3, row_length: 256, loss_block: 128, anchors: 16, remat: true}}
+train: {{features: online, ttt_steps: 3, row_length: 512, loss_block: 128, anchors: 16, remat: true}}
 evaluate: {{tree: {{num_steps: 3, topk: 1, num_draft_tokens: 4}}, max_tokens: 64, batch_size: 2}}
 serve: {{batch_size: 2, max_length: 256}}
 """
