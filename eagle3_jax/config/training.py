@@ -43,7 +43,7 @@ class TrainConfig:
         mask_offset: the loss mask that counts for the prediction of token t+2 is mask[t + mask_offset].
         loss_reduction: divide by all positions ("all", the paper's code) or by those that count ("mask").
         argmax_mask: drop positions whose teacher argmax is outside the draft vocabulary.
-        loss_block: positions per block of the vocabulary-wide part of the loss.
+        loss_block: positions per block of the vocabulary-wide part of the loss, on each shard of the data axis.
         remat: keep matrix products and attention of each step, and recompute the rest in the backward pass.
         wandb: project of Weights & Biases that gets the metrics too; needs the package `wandb` and its login.
         log_every: steps between two lines of metrics.
