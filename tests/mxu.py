@@ -30,6 +30,7 @@ from jax._src.interpreters import mlir as registered  # where the rules in force
 from jax.interpreters import mlir
 
 from eagle3_jax.decoding.measure.near_tie import near_tie
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.inference_layout import for_inference
 from eagle3_jax.models.target import TargetModel
@@ -110,7 +111,7 @@ def _logits(target: TargetModel, tokens: jax.Array) -> jax.Array:
     """Computes the logits behind every token by one pass."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cache = target.empty_cache(*tokens.shape)
-    return target.logits(target(tokens, positions, cache, jnp.zeros(len(tokens), jnp.int32))[0])
+    return target.logits(target(tokens, Pass(positions, jnp.zeros(len(tokens), jnp.int32)), cache)[0])
 
 
 def main(answers: int) -> None:

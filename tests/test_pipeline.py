@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from eagle3_jax.config import run_file
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.formats.heads import load_draft
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.sequence import WHOLE
@@ -108,7 +109,7 @@ def test_with_features_in_float32_both_count_the_very_same_rounds(
     @jax.jit
     def replay(rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
         none = jnp.zeros(1, jnp.int32)
-        hidden, aux, _ = target(rows["token_ids"], rows["positions"], target.empty_cache(1, size), none)
+        hidden, aux, _ = target(rows["token_ids"], Pass(rows["positions"], none), target.empty_cache(1, size))
         batch = Batch(**rows, aux=aux, last_hidden=hidden, split=WHOLE)
         states = training_time_test(head, teacher.embed, batch, steps)
         return replay_rounds(head.lm_head[...], states, teacher, batch, size)

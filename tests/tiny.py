@@ -31,6 +31,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.families.llama import Llama, LlamaConfig
 
@@ -451,7 +452,7 @@ def assert_second_token_is_the_targets(target: Any, prompt: np.ndarray, got: np.
     tokens = np.concatenate([np.tile(prompt, (size, 1)), first], axis=1)
     positions = jnp.broadcast_to(jnp.arange(length), (size, length))
     cache, lengths = target.empty_cache(size, length), jnp.zeros(size, jnp.int32)
-    hidden, _, _ = target(jnp.asarray(tokens), positions, cache, lengths)
+    hidden, _, _ = target(jnp.asarray(tokens), Pass(positions, lengths), cache)
     probs = np.asarray(jax.nn.softmax(target.logits(hidden[:, -2:]) / temperature, axis=-1), np.float64)
     expected = len(got) * probs[0, 0] @ probs[:, 1]
     common = expected >= 5

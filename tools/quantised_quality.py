@@ -21,6 +21,7 @@ import numpy as np
 from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import disk
 
@@ -31,7 +32,7 @@ CHAIN = DraftTree(num_steps=4, topk=1, num_draft_tokens=5)
 def scores(model: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns log-probabilities of tokens[:, 1:], and the best tokens at their places."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _, _ = model(tokens, positions, model.empty_cache(*tokens.shape), jnp.zeros(len(tokens), jnp.int32))
+    hidden, _, _ = model(tokens, Pass(positions, jnp.zeros(len(tokens), jnp.int32)), model.empty_cache(*tokens.shape))
     logits = jax.nn.log_softmax(model.logits(hidden[:, :-1]))
     return jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0], jnp.argmax(logits, axis=-1)
 

@@ -29,7 +29,7 @@ from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.rounds.state import State, empty_state
 from eagle3_jax.decoding.rounds.tree import chain, root_only
-from eagle3_jax.models.cache import PageTable
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.inference_layout import for_inference
 from eagle3_jax.models.target import TargetModel
@@ -56,7 +56,7 @@ def read(models: Models, state: State, tokens: jax.Array) -> tuple[State, jax.Ar
     target, _ = models.modules()
     assert state.page_table is not None
     positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
-    hidden, _, cache = target(tokens, positions, state.cache, state.lengths, page_table=PageTable(state.page_table))
+    hidden, _, cache = target(tokens, Pass(positions, state.lengths, pages=state.page_table), state.cache)
     return dataclasses.replace(state, cache=cache), target.logits(hidden)
 
 

@@ -1,8 +1,8 @@
 """The key-value cache: append and attend, commit.
 
 A cache is passed in and returned, never mutated; callers donate it. Contiguous: each sequence owns `slots` slots per
-layer. Paged: a `PageTable`, an argument of each pass, names the page of each page_size slots of a sequence. The cache
-has no lengths: the caller keeps them, and counts committed tokens only.
+layer. Paged: each `Pass` names the page of each page_size slots of a sequence. The cache has no lengths: the caller
+keeps them, and counts committed tokens only.
 """
 
 from __future__ import annotations
@@ -21,16 +21,39 @@ from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PageTable:
-    """Locates a pass's sequences in paged caches.
+class Pass:
+    """Where the t new tokens of each sequence stand, and what they see: made once a pass, read by every layer.
 
     Attributes:
-        pages: the page of each page_size slots of each sequence.
+        positions: RoPE positions (committed length + depth in the tree).
+        lengths: committed tokens in the cache; the new ones are written behind them.
+        tail_mask: which of the m tail slots each new token sees: its ancestors and itself; None is causal. The new
+            tokens take the last t slots; the earlier slots hold entries of earlier passes.
+        tail_positions: positions of the tail slots that a token sees; None: what lies behind a slot counts.
+        pages: the page of each page_size slots of each sequence; None where caches are contiguous.
+        starts: the slot at which each token's document begins, if rows hold several; a token sees no earlier slot.
+        row: index of each sequence's only pair whose state a head computes; None is every pair.
+        preceding: the token before the pairs that a head reads, given at the start of a chunk of a prompt: a draft
+            without features may not have read it. Others do not need it, since the first feature depends on it.
         continued: whether a sequence may continue the one before it in the batch, on the same pages.
     """
 
-    pages: Int[Array, "b pages"]
+    positions: Int[Array, "b t"]
+    lengths: Int[Array, " b"]
+    tail_mask: Bool[Array, "b t m"] | None = None
+    tail_positions: Int[Array, "b t m"] | None = None
+    pages: Int[Array, "b pages"] | None = None
+    starts: Int[Array, "b t"] | None = None
+    row: Int[Array, " b"] | None = None
+    preceding: Int[Array, "b 1"] | None = None
     continued: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def with_tail_positions(self) -> Pass:
+        """Fills `tail_positions`: an ancestor k levels above a node has k visible slots behind it."""
+        if self.tail_mask is None or self.tail_positions is not None:
+            return self
+        seen = jnp.cumsum(self.tail_mask, axis=-1, dtype=jnp.int32)
+        return dataclasses.replace(self, tail_positions=self.positions[:, :, None] - (seen[..., -1:] - seen))
 
 
 @jax.tree_util.register_dataclass
@@ -75,16 +98,14 @@ class KVCache:
         queries: Float[Array, "b t n d"],
         keys: Float[Array, "b t k d"],
         values: Float[Array, "b t k d"],
-        lengths: Int[Array, " b"],
-        tail_mask: Bool[Array, "b t m"] | None,
-        page_table: PageTable | None = None,
-        **options: Any,
+        this: Pass,
+        first: Int[Array, "b t"] | None = None,
+        sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
         """Writes t new entries at the tail's end, and attends from them; for a cache of one layer (see `layer`).
 
         Args:
-            page_table: None where the cache is contiguous.
-            options: `first` and `sinks` of `tree_attention`.
+            first, sinks: see `tree_attention`.
         """
         attended, keys, values = tree_attention(
             queries,
@@ -92,44 +113,68 @@ class KVCache:
             values,
             self.keys[0],
             self.values[0],
-            lengths,
-            tail_mask,
-            page_table=None if page_table is None else page_table.pages,
-            continued=page_table is not None and page_table.continued,
-            **options,
+            this.lengths,
+            this.tail_mask,
+            page_table=this.pages,
+            continued=this.continued,
+            first=first,
+            sinks=sinks,
         )
         return attended, dataclasses.replace(self, keys=(keys,), values=(values,))
 
-    def append(
-        self,
-        keys: Float[Array, "b t k d"],
-        values: Float[Array, "b t k d"],
-        lengths: Int[Array, " b"],
-        page_table: PageTable | None = None,
-    ) -> KVCache:
+    def append(self, keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], this: Pass) -> KVCache:
         """Writes t new entries behind `lengths`, without attention. Of a cache of one layer (see `layer`)."""
         kept, stored = append(
-            keys,
-            values,
-            self.keys[0],
-            self.values[0],
-            lengths,
-            page_table=None if page_table is None else page_table.pages,
-            continued=page_table is not None and page_table.continued,
+            keys, values, self.keys[0], self.values[0], this.lengths, page_table=this.pages, continued=this.continued
         )
         return dataclasses.replace(self, keys=(kept,), values=(stored,))
 
-    def commit(
-        self, lengths: Int[Array, " b"], path: Int[Array, "b p"], page_table: PageTable | None = None
-    ) -> KVCache:
+    def commit(self, this: Pass, path: Int[Array, "b p"]) -> KVCache:
         """Moves the accepted path to the front of the tail: slot length + path[j] goes to length + j.
 
         Args:
             path: int32 indices into the tail, ascending; after the accepted ones the last may be repeated.
         """
-        pages = None if page_table is None else page_table.pages
-        kept = commit((*self.keys, *self.values), lengths, path, page_table=pages)
+        kept = commit((*self.keys, *self.values), this.lengths, path, page_table=this.pages)
         return dataclasses.replace(self, keys=kept[: len(self.keys)], values=kept[len(self.keys) :])
+
+
+class CachedAttention:
+    """The attention of one layer, while a program is traced.
+
+    Attributes:
+        cache: the layer's own, with the new entries once the layer has attended.
+    """
+
+    def __init__(self, this: Pass, cache: KVCache) -> None:
+        self._this, self.cache = this, cache
+
+    def __call__(
+        self,
+        queries: Float[Array, "b t n d"],
+        keys: Float[Array, "b t k d"],
+        values: Float[Array, "b t k d"],
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        sinks: Float[Array, " n"] | None = None,
+    ) -> Float[Array, "b t n d"]:
+        """Writes the layer's cache, and attends.
+
+        Args:
+            window: a token sees the last `window` positions. chunk: it sees its own chunk of `chunk` positions.
+            sinks: see `tree_attention`.
+        """
+        this = self._this
+        first, begin = this.starts, 0 if this.starts is None else this.starts
+        if window is not None:
+            first = begin + jnp.maximum(this.positions - window + 1, 0)
+        if chunk is not None:
+            first = begin + this.positions // chunk * chunk
+        if this.tail_mask is not None and this.tail_positions is not None and first is not None:
+            this = dataclasses.replace(this, tail_mask=this.tail_mask & (this.tail_positions >= first[:, :, None]))
+        attended, self.cache = self.cache.append_and_attend(queries, keys, values, this, first, sinks)
+        return attended
 
 
 def _replace(arrays: tuple[Array, ...], index: int, new: Array) -> tuple[Array, ...]:

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import P
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows, pack_heads
-from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.cache import KVCache, Pass
 from eagle3_jax.sequence import Split
 
 
@@ -32,18 +32,17 @@ class SplitRows(KVCache):
         queries: Float[Array, "b t n d"],
         keys: Float[Array, "b t k d"],
         values: Float[Array, "b t k d"],
-        lengths: Int[Array, " b"],
-        tail_mask: Bool[Array, "b t m"] | None,
-        page_table: PageTable | None = None,
-        **options: Any,
+        this: Pass,
+        first: Int[Array, "b t"] | None = None,
+        sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
         """Attends from each piece to its row up to the query: the tokens before the piece are its committed ones.
 
         Args:
-            lengths, tail_mask, page_table: of an empty cache and new tokens in order, as `target_states` has them.
-            options: as `KVCache.append_and_attend` takes them.
+            this: of an empty cache and new tokens in order, as `target_states` makes it.
+            first, sinks: see `tree_attention`.
         """
-        given = {name: x for name, x in options.items() if x is not None}
+        given = {name: x for name, x in (("first", first), ("sinks", sinks)) if x is not None}
 
         def local(queries: Array, keys: Array, values: Array, given: dict[str, Any]) -> Array:
             before = jnp.broadcast_to(self.split.begin(queries.shape[1]), queries.shape[:1])

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
 from eagle3_jax.models.checkpoint.quantised import Scales, read_scales
 from eagle3_jax.models.layers import (
     Scaling,
@@ -33,8 +33,7 @@ from eagle3_jax.models.rope import KINDS, THETA, Kinds, read_rope, write_rope
 
 # Cosines and sines, see `rope_table`.
 Rope = tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
-# (q [b t n d], k [b t k d], v [b t k d], *, window, chunk, sinks) -> [b t n d]: writes the layer's cache and attends to
-# the last `window` positions, or to the query's own chunk of `chunk` positions; sinks: see `tree_attention`.
+# (q [b t n d], k [b t k d], v [b t k d], *, window, chunk, sinks) -> [b t n d], see `CachedAttention`.
 Attend = Callable[..., Array]
 
 
@@ -190,39 +189,24 @@ class TargetModel(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, "b t"],
-        positions: Int[Array, "b t"],
+        this: Pass,
         cache: KVCache,
-        lengths: Int[Array, " b"],
-        tail_mask: Bool[Array, "b t m"] | None = None,
-        page_table: PageTable | None = None,
-        starts: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], KVCache]:
-        """Runs t new tokens of each sequence behind its committed prefix.
-
-        Args:
-            positions: RoPE positions (committed length + depth in the tree).
-            lengths: committed tokens in the cache; the new ones are written behind them.
-            tail_mask: which of the m tail slots each new token sees: its ancestors and itself; None is causal. The new
-                tokens take the last t slots; the earlier slots hold entries of earlier passes.
-            page_table: None where the cache is contiguous.
-            starts: the slot at which each token's document begins, if rows hold several; a token sees no earlier slot.
+        """Runs t new tokens of each sequence behind its committed prefix; `row` and `preceding` are not read.
 
         Returns:
             The last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in
             ascending order of boundary, and the cache.
         """
         c = self.config
-        rope, x = self.rotary(positions), self.embedded(tokens)
-        # Position of each visible tail slot: an ancestor k levels above a node has k visible slots behind it.
-        ancestors = None if tail_mask is None else positions[:, :, None] - _behind(tail_mask)
+        rope, x, this = self.rotary(this.positions), self.embedded(tokens), this.with_tail_positions()
         aux = []
         for layer, block in enumerate(self.blocks):
             if layer in c.aux_layers:
                 # The barrier keeps XLA from summing the layers' outputs again at the end, which would keep all of them.
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
-            own = cache.layer(layer)
-            x, own = _decoder_layer(block, x, rope, own, page_table, lengths, positions, tail_mask, ancestors, starts)
+            x, own = _decoder_layer(block, x, rope, this, cache.layer(layer))
             cache = cache.with_layer(layer, own)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
@@ -282,43 +266,8 @@ def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
 
 @jax.jit
 def _decoder_layer(
-    block: Callable[..., Array],
-    x: Float[Array, "b t h"],
-    rope: Any,
-    cache: KVCache,
-    page_table: PageTable | None,
-    lengths: Int[Array, " b"],
-    positions: Int[Array, "b t"],
-    tail_mask: Bool[Array, "b t m"] | None,
-    ancestors: Int[Array, "b t m"] | None,
-    starts: Int[Array, "b t"] | None,
+    block: Callable[..., Array], x: Float[Array, "b t h"], rope: Any, this: Pass, cache: KVCache
 ) -> tuple[Float[Array, "b t h"], KVCache]:
     """Runs one layer on its own keys and values. The nested jit traces and lowers layers that are alike once."""
-
-    def attend(
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        window: int | None = None,
-        chunk: int | None = None,
-        sinks: Array | None = None,
-    ) -> Array:
-        nonlocal cache
-        mask, first, begin = tail_mask, starts, 0 if starts is None else starts
-        if window is not None:
-            first = begin + jnp.maximum(positions - window + 1, 0)
-        if chunk is not None:
-            first = begin + positions // chunk * chunk
-        if mask is not None and ancestors is not None and first is not None:
-            mask &= ancestors >= first[:, :, None]
-        attended, cache = cache.append_and_attend(q, k, v, lengths, mask, page_table, first=first, sinks=sinks)
-        return attended
-
-    return block(x, rope, attend), cache
-
-
-def _behind(mask: Bool[Array, "b t m"]) -> Int[Array, "b t m"]:
-    """Counts the visible slots behind each slot that a query sees."""
-    seen = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-    return seen[..., -1:] - seen
+    attend = CachedAttention(this, cache)
+    return block(x, rope, attend), attend.cache

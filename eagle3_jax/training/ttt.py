@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from eagle3_jax.kernels.dispatch import default_implementation, over_mesh
 from eagle3_jax.kernels.remat import KEPT
 from eagle3_jax.kernels.ttt_attention.api import ttt_attention
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import embeddings, whole_states
 from eagle3_jax.sequence import Split
@@ -104,7 +105,12 @@ def _step(
         return ttt_attention(q, keys, values, segment_ids, i, **row)
 
     following = jax.lax.dynamic_slice_in_dim(embeds, 1 + i, state.shape[1], axis=1)
-    return whole_states(head(following, state, positions + i, attend)), keys, values
+    return whole_states(head(following, state, _pass(positions + i), attend)), keys, values
+
+
+def _pass(positions: Array) -> Pass:
+    """Returns the pass of a step, which reads no cache."""
+    return Pass(positions, jnp.zeros(len(positions), jnp.int32))
 
 
 def _added(held: Array, new: Array, i: Array | int) -> Array:
@@ -119,7 +125,7 @@ def _first_keys(head: Head, state: Array, embeds: Array, positions: Array, split
         own.extend((k, v))
         return q
 
-    head(embeds[:, 1 : 1 + state.shape[1]], state, positions, keep)
+    head(embeds[:, 1 : 1 + state.shape[1]], state, _pass(positions), keep)
 
     def gather(*own: Array) -> tuple[Array, ...]:
         return tuple(map(split.gathered, own))

@@ -18,6 +18,7 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.rounds import generate as contiguous
 from eagle3_jax.decoding.rounds.draft import grow
 from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.dflash import SLIDING, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
@@ -64,7 +65,7 @@ def conversations(target) -> Batch:
     rows = jnp.where(answers, told, jnp.pad(tokens, ((0, 0), (0, MAX_TOKENS))))
     inside = (place < lengths[:, None] + MAX_TOKENS).astype(jnp.int32)
     at = jnp.broadcast_to(place, rows.shape)
-    hidden, aux, _ = target(rows, at, target.empty_cache(*rows.shape), jnp.zeros(len(rows), jnp.int32))
+    hidden, aux, _ = target(rows, Pass(at, jnp.zeros(len(rows), jnp.int32)), target.empty_cache(*rows.shape))
     best = jnp.argmax(target.logits(hidden), axis=-1).astype(jnp.int32)
     return Batch(rows, aux, hidden, best, answers.astype(jnp.int32), inside, at * inside)
 
@@ -114,10 +115,11 @@ def test_a_pass_over_the_cache_equals_training_s(toy, kind, layers):
         one = lengths[:, None]
         expected = head.states(embed, anchor[:, None], one, head.context(fused, at), 0 * one, one)[:, 0]
         cache = head.empty_cache(2, 32)
-        _, cache = head.feed(embed, at[:, :8], fused[:, :8], at[:, :8], cache, jnp.zeros(2, jnp.int32))
-        _, cache = head.feed(embed, at[:, 8:], fused[:, 8:], at[:, 8:], cache, jnp.full(2, 8))
-        states, cache = head.block(embed, anchor, cache, lengths, head.drafts)
-        again, _ = head.block(embed, anchor, cache, lengths, head.drafts)  # its entries were scratch
+        _, cache = head.feed(embed, at[:, :8], fused[:, :8], Pass(at[:, :8], jnp.zeros(2, jnp.int32)), cache)
+        _, cache = head.feed(embed, at[:, 8:], fused[:, 8:], Pass(at[:, 8:], jnp.full(2, 8)), cache)
+        this = Pass(lengths[:, None], lengths)
+        states, cache = head.block(embed, anchor, this, cache, head.drafts)
+        again, _ = head.block(embed, anchor, this, cache, head.drafts)  # its entries were scratch
         return expected, states, again
 
     expected, states, again = run(head)
@@ -235,9 +237,10 @@ def test_drawn_drafts_come_with_what_they_were_drawn_from(toy, trained, kind):
         head, embed = draft.head, toy.target.embed[...]
         none, at = jnp.zeros(8, jnp.int32), batch.positions[:, :length]
         fused = head.fuse(batch.aux[:, :length])
-        state, cache = head.feed(embed, at, fused, at, head.empty_cache(8, 32), none, row=none)
-        nodes, cache = grow(toy.target, draft, tree, root, state[:, 0], cache, lengths, sampling)
-        states, _ = head.block(embed, root, cache, lengths, tree.num_steps)
+        state, cache = head.feed(embed, at, fused, Pass(at, none, row=none), head.empty_cache(8, 32))
+        this = Pass(lengths[:, None], lengths)
+        nodes, cache = grow(toy.target, draft, tree, root, state[:, 0], this, cache, sampling)
+        states, _ = head.block(embed, root, this, cache, tree.num_steps)
         return nodes, states
 
     nodes, states = drafts(draft)

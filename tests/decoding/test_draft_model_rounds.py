@@ -15,6 +15,7 @@ from eagle3_jax.decoding.choice.tiers import VANILLA
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.decoding.rounds.state import State
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Draft
 
 CHAIN = DraftTree(num_steps=3, num_draft_tokens=4)
@@ -86,7 +87,9 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, model, small, sample
     assert int(state.accepted.sum()) > samples // 10
     tokens = np.concatenate([np.tile(prompt, (24, 1)), np.arange(24, dtype=np.int32)[:, None]], axis=1)
     positions = jnp.broadcast_to(jnp.arange(7), (24, 7))
-    hidden, _, _ = toy.target(jnp.asarray(tokens), positions, toy.target.empty_cache(24, 7), jnp.zeros(24, jnp.int32))
+    hidden, _, _ = toy.target(
+        jnp.asarray(tokens), Pass(positions, jnp.zeros(24, jnp.int32)), toy.target.empty_cache(24, 7)
+    )
     probs = np.asarray(jax.nn.softmax(toy.target.logits(hidden[:, 5:]) / 1.5, axis=-1), np.float64)
     expected = samples * probs[0, 0] @ probs[:, 1]
     got = np.bincount(np.asarray(state.output[:, 1]), minlength=24)

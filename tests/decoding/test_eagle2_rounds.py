@@ -15,6 +15,7 @@ from flax import nnx
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.rounds.generate import generate
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
 
@@ -92,9 +93,8 @@ def test_the_network(toy, fc_bias):
         toy.target.embed[...],
         jnp.asarray(tokens),
         draft.head.fuse(jnp.asarray(features)),
-        jnp.arange(7)[None],
+        Pass(jnp.arange(7)[None], jnp.zeros(1, jnp.int32)),
         draft.head.empty_cache(1, 16),
-        jnp.zeros(1, jnp.int32),
     )
     assert isinstance(noisy, Eagle2Head)
     expected = reference(noisy, np.asarray(toy.target.embed[...])[tokens[0]], features[0])
@@ -106,7 +106,7 @@ def test_the_network(toy, fc_bias):
 @pytest.mark.slow
 def test_its_feature_is_the_state_behind_the_final_norm(toy, model):
     tokens, positions = jnp.arange(6)[None], jnp.arange(6)[None]
-    hidden, aux, _ = model(tokens, positions, model.empty_cache(1, 6), jnp.zeros(1, jnp.int32))
+    hidden, aux, _ = model(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), model.empty_cache(1, 6))
     np.testing.assert_array_equal(aux, hidden)
 
 

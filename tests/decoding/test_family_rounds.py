@@ -14,6 +14,7 @@ from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel
@@ -39,7 +40,7 @@ def plain(model: TargetModel, prompt: list[int]) -> list[int]:
     @jax.jit
     def logits(tokens: jax.Array) -> jax.Array:
         positions = jnp.arange(LENGTH)[None]
-        hidden, _, _ = model(tokens, positions, model.empty_cache(1, LENGTH), jnp.zeros(1, jnp.int32))
+        hidden, _, _ = model(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), model.empty_cache(1, LENGTH))
         return model.logits(hidden)[0]
 
     tokens = list(prompt)

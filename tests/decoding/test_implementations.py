@@ -17,6 +17,7 @@ from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear.layouts import Panels
+from eagle3_jax.models.cache import Pass
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 TREE = DraftTree(num_steps=3, topk=3, num_draft_tokens=10)
@@ -49,7 +50,7 @@ def reference(target, prompt, count):
 def _logits(target, tokens):
     cache = target.empty_cache(1, tokens.shape[1])
     positions = jnp.arange(tokens.shape[1])[None]
-    return target.logits(target(tokens, positions, cache, jnp.zeros(1, jnp.int32))[0])
+    return target.logits(target(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), cache)[0])
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from eagle3_jax.decoding.rounds.round import advance
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree, _ancestors
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
@@ -49,8 +50,8 @@ def draft(target) -> Draft:
 def drafting(monkeypatch, propose):
     """Replaces what the head drafts: propose(tree, root, lengths) -> tokens [b, n]."""
 
-    def grow(target, draft, tree, root, draft_state, cache, lengths, sampling, copied, page_table, *, greedy):
-        tokens = jnp.concatenate([root[:, None], propose(tree, root, lengths)[:, 1:]], axis=1)
+    def grow(target, draft, tree, root, draft_state, this, cache, sampling, copied, *, greedy):
+        tokens = jnp.concatenate([root[:, None], propose(tree, root, this.lengths)[:, 1:]], axis=1)
         rows = functools.partial(jnp.broadcast_to, shape=tokens.shape)
         parents, depths = rows(jnp.asarray(PARENTS[tree])), rows(jnp.asarray(DEPTHS[tree]))
         return TokenTree(tokens, parents, depths, _ancestors(parents, tree.num_steps)), cache
@@ -135,7 +136,7 @@ def test_sampled_rounds_have_the_target_s_distribution_in_every_configuration(ta
     @jax.jit
     def logits_behind(tokens):
         positions = jnp.arange(tokens.shape[1])[None]
-        hidden, _, _ = target(tokens, positions, target.empty_cache(*tokens.shape), jnp.zeros(1, jnp.int32))
+        hidden, _, _ = target(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), target.empty_cache(*tokens.shape))
         return target.logits(hidden[:, -1])[0]
 
     root = int(jnp.argmax(logits_behind(jnp.asarray([ids]))))

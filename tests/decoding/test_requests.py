@@ -25,6 +25,7 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.rounds.sampling import block_width
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
@@ -55,7 +56,7 @@ def following(toy):
     @jax.jit
     def run(tokens):
         cache = target.empty_cache(1, tokens.shape[1])
-        hidden, _, _ = target(tokens, jnp.arange(tokens.shape[1])[None], cache, jnp.zeros(1, jnp.int32))
+        hidden, _, _ = target(tokens, Pass(jnp.arange(tokens.shape[1])[None], jnp.zeros(1, jnp.int32)), cache)
         return target.logits(hidden)[0]
 
     def logits(ids: list[int]) -> np.ndarray:

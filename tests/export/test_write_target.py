@@ -13,6 +13,7 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export.write_target import write_target
 from eagle3_jax.models import chat_template
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import identity
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.checkpoint.load import INDEX
@@ -58,7 +59,7 @@ def test_transformers_computes_what_the_packaged_target_does_here(tmp_path, dtyp
     def logits(model, tokens):
         model = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model)
         cache = model.empty_cache(1, tokens.shape[1])
-        hidden, _, _ = model(tokens, jnp.arange(tokens.shape[1])[None], cache, jnp.zeros(1, jnp.int32))
+        hidden, _, _ = model(tokens, Pass(jnp.arange(tokens.shape[1])[None], jnp.zeros(1, jnp.int32)), cache)
         return model.logits(hidden[0])
 
     got = logits(target.model, jnp.asarray([ids], jnp.int32))

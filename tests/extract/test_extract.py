@@ -20,6 +20,7 @@ from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.extract import hidden_states, pipeline
 from eagle3_jax.mesh import make_mesh, own_replica, shardings
 from eagle3_jax.models import layers
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.families import llama
 from eagle3_jax.runs import manifest
@@ -78,7 +79,7 @@ def assert_close_to_plain(target):
     def forward(model, tokens):
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         cache = model.empty_cache(1, tokens.shape[1])
-        hidden, aux, _ = model(tokens, positions, cache, jnp.zeros(1, jnp.int32))
+        hidden, aux, _ = model(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), cache)
         return aux[0], hidden[0], jnp.argmax(model.logits(hidden[0]), axis=-1)
 
     def check(record: features.Record) -> None:

@@ -21,6 +21,7 @@ from eagle3_jax.formats import compatibility, files, heads
 from eagle3_jax.formats.forms import FORMS
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
+from eagle3_jax.models.cache import CachedAttention, Pass
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 
 LLAMA3 = RopeScaling(8.0, 1.0, 4.0, 16)
@@ -154,18 +155,13 @@ def test_a_plain_network_read_from_the_file_drafts_as_the_head_does(tmp_path: pa
 
     head = draft.head
     cache = head.empty_cache(1, prefix + steps)
-    held = {"cache": cache}
 
     def run(embed: np.ndarray, features: Any, start: int) -> Any:
-        length = len(embed)
-        lengths = jnp.array([start], jnp.int32)
-
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            attended, held["cache"] = held["cache"].append_and_attend(q, k, v, lengths, None)
-            return attended
-
-        positions = jnp.arange(start, start + length, dtype=jnp.int32)[None]
-        return head(jnp.asarray(embed[None], jnp.float32), features, positions, attend)[:, -1:]
+        nonlocal cache
+        this = Pass(jnp.arange(start, start + len(embed), dtype=jnp.int32)[None], jnp.array([start], jnp.int32))
+        attend = CachedAttention(this, cache)
+        state, cache = head(jnp.asarray(embed[None], jnp.float32), features, this, attend), attend.cache
+        return state[:, -1:]
 
     state = run(embeds, head.fuse(jnp.asarray(aux[None], jnp.float32)), 0)
     got = [head.logits(state)]

@@ -19,6 +19,7 @@ from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.formats import heads, mtp
 from eagle3_jax.formats.serving import Serving, serving
 from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model
@@ -177,9 +178,8 @@ def test_it_is_transformers_layer_between_its_norms(mimo):
         target.model.embed[...],
         jnp.asarray(tokens),
         draft.head.fuse(jnp.asarray(features)),
-        jnp.arange(7)[None],
+        Pass(jnp.arange(7)[None], jnp.zeros(1, jnp.int32)),
         draft.head.empty_cache(1, 16),
-        jnp.zeros(1, jnp.int32),
     )
     np.testing.assert_allclose(states, expected, atol=1e-4, rtol=1e-4)
     np.testing.assert_allclose(draft.head.logits(states), expected @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
@@ -210,9 +210,9 @@ def test_deepseek_s_is_transformers_own(deepseek_v3):
     head = mtp.load(target, jnp.float32).head
     features, embed = head.fuse(jnp.asarray(features)), target.model.embed[...]
     none, cache = jnp.zeros(1, jnp.int32), head.empty_cache(1, 16)
-    states, cache = head.feed(embed, jnp.asarray(tokens), features, jnp.arange(7)[None], cache, none)
+    states, cache = head.feed(embed, jnp.asarray(tokens), features, Pass(jnp.arange(7)[None], none), cache)
     np.testing.assert_allclose(states, first, atol=1e-4, rtol=1e-4)
-    states, _ = head.feed(embed, jnp.asarray(more), states[:, -2:], jnp.arange(7, 9)[None], cache, none + 7)
+    states, _ = head.feed(embed, jnp.asarray(more), states[:, -2:], Pass(jnp.arange(7, 9)[None], none + 7), cache)
     np.testing.assert_allclose(states, second, atol=1e-4, rtol=1e-4)
     np.testing.assert_allclose(head.logits(states), logits, atol=1e-3, rtol=1e-4)
 

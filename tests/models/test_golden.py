@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.chat_template import prompt_ids
 from eagle3_jax.models.checkpoint import fetch
 
@@ -38,7 +39,7 @@ def test_log_probabilities_and_greedy_tokens_are_the_same(every):
     @jax.jit
     def log_probabilities(model, tokens, start):
         positions = jnp.arange(size)[None]
-        hidden, _, _ = model(tokens[None], positions, model.empty_cache(1, size), jnp.zeros(1, jnp.int32))
+        hidden, _, _ = model(tokens[None], Pass(positions, jnp.zeros(1, jnp.int32)), model.empty_cache(1, size))
         return jax.nn.log_softmax(model.logits(jax.lax.dynamic_slice_in_dim(hidden[0], start, 32)))
 
     compared = 0

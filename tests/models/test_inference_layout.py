@@ -13,6 +13,7 @@ from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.kernels.cpu import compiler
 from eagle3_jax.kernels.linear.layouts import Panels, QuantisedPanels
 from eagle3_jax.models import inference_layout
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.inference_layout import for_inference, for_many_rows
 from eagle3_jax.models.quantisation import quantised_model
@@ -27,7 +28,7 @@ def target(tmp_path_factory):
 def run(model, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     none = jnp.zeros(len(tokens), jnp.int32)
-    hidden, aux, _ = model(tokens, positions, model.empty_cache(len(tokens), 128), none)
+    hidden, aux, _ = model(tokens, Pass(positions, none), model.empty_cache(len(tokens), 128))
     return model.logits(hidden), aux
 
 

@@ -15,6 +15,7 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.kernels.linear.quantised import bytes_of
 from eagle3_jax.mesh import parameter_path, shardings
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.layers import SHARDING_RULES
@@ -26,7 +27,9 @@ WORDS = np.random.default_rng(0).integers(0, 60, (2, 12))
 def logits(model):
     tokens = jnp.asarray(WORDS, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _, _ = model(tokens, positions, model.empty_cache(len(tokens), 128), jnp.zeros(len(tokens), jnp.int32))
+    hidden, _, _ = model(
+        tokens, Pass(positions, jnp.zeros(len(tokens), jnp.int32)), model.empty_cache(len(tokens), 128)
+    )
     return model.logits(hidden)
 
 

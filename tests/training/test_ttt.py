@@ -11,6 +11,7 @@ import tiny
 from flax import nnx
 
 from eagle3_jax.kernels.ttt_attention.api import ttt_attention
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.families.llama import Llama
 from eagle3_jax.training.ttt import training_time_test
 
@@ -38,21 +39,14 @@ def draft_sequentially(target, head, tokens, aux, steps):
     features = jnp.broadcast_to(head.fuse(aux[None, :-1]), (prefixes, length - 1, aux.shape[-1] // 3))
     positions = jnp.broadcast_to(jnp.arange(length - 1), batch.shape)
     cache = head.empty_cache(prefixes, length + steps)
-    states, cache = head.feed(target.embed[...], batch, features, positions, cache, jnp.zeros(prefixes, jnp.int32))
+    whole = Pass(positions, jnp.zeros(prefixes, jnp.int32))
+    states, cache = head.feed(target.embed[...], batch, features, whole, cache)
     state = states[last, last][:, None]
     lengths = last + 1  # pairs with true features; whatever lies behind them is scratch
     outputs = [state]
     for i in range(1, steps):
-        seen = jnp.ones((prefixes, 1, i), bool)
-        state, cache = head.feed(
-            target.embed[...],
-            tokens[last + 1 + i][:, None],
-            state,
-            (last + i)[:, None],
-            cache,
-            lengths,
-            tail_mask=seen,
-        )
+        this = Pass((last + i)[:, None], lengths, tail_mask=jnp.ones((prefixes, 1, i), bool))
+        state, cache = head.feed(target.embed[...], tokens[last + 1 + i][:, None], state, this, cache)
         outputs.append(state)
     return jnp.stack([head.output_hidden(x)[:, 0] for x in outputs])
 

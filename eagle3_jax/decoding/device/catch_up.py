@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.cache import KVCache, Pass
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -89,26 +89,23 @@ def feed_unread(
     unread: Unread,
     cache: KVCache,
     draft_state: Float[Array, "b h"],
-    lengths: Int[Array, " b"],
+    this: Pass,
     running: Bool[Array, " b"],
-    page_table: PageTable | None = None,
 ) -> tuple[Unread, KVCache, Float[Array, "b h"]]:
     """Lets the head read what it missed of the running sequences that are not lost.
 
     Args:
-        cache: the head's; after `lengths` it has `ROOM` unused slots.
-        lengths: committed tokens.
+        cache: the head's; behind the pass's `lengths`, the committed tokens, it has `ROOM` unused slots.
 
     Returns:
         The buffer, the head's cache and its state, as if it had never rested.
     """
     count = jnp.where(running & (unread.count <= ROOM), unread.count, 0)
-    starts = lengths - count
+    starts = this.lengths - count
     positions = starts[:, None] + jnp.arange(ROOM)[None]
     features = draft.head.fuse(unread.aux[:, :ROOM])
     tokens, last = unread.tokens[:, :ROOM], jnp.maximum(count - 1, 0)
-    states, cache = draft.head.feed(
-        target.embed[...], tokens, features, positions, cache, starts, row=last, page_table=page_table
-    )
+    missed = dataclasses.replace(this, positions=positions, lengths=starts, row=last)
+    states, cache = draft.head.feed(target.embed[...], tokens, features, missed, cache)
     draft_state = jnp.where((count > 0)[:, None], states[:, 0], draft_state)
     return dataclasses.replace(unread, count=unread.count - count), cache, draft_state

@@ -33,11 +33,11 @@ from eagle3_jax.decoding.rounds.state import (
     TRASH,
     State,
     TokenLogprobs,
+    behind,
     is_stop,
     put_logprobs,
 )
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import PageTable
 
 # Fields of `State` that all slots share: rows are gathered, pages stay where they are.
 _POOLS = ("cache", "draft_cache")
@@ -82,7 +82,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         (state.cache, state.draft_cache),
         requests,
         token_counts,
-        PageTable(chunk.page_table, continued=len(chunk.slots) > 1),
+        chunk.page_table,
         greedy=False,
     )
     none, best = jnp.zeros_like(chunk.slots), state.logprobs.best.shape[-1]
@@ -235,18 +235,11 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], slots: 
     assert state.unread is not None
     assert state.draft_cache is not None
     assert state.draft_state is not None
-    assert state.page_table is not None
-    table = jnp.where(state.done[:, None], TRASH, state.page_table)
-    table = beyond(table, state.draft_cache.keys[0].shape[2])
+    this = behind(state)
+    assert this.pages is not None
+    this = dataclasses.replace(this, pages=beyond(this.pages, state.draft_cache.keys[0].shape[2]))
     unread, cache, draft_state = feed_unread(
-        target,
-        draft,
-        state.unread,
-        state.draft_cache,
-        state.draft_state,
-        jnp.where(state.done, 0, state.lengths),
-        ~state.done,
-        PageTable(table),
+        target, draft, state.unread, state.draft_cache, state.draft_state, this, ~state.done
     )
     state = dataclasses.replace(state, unread=unread, draft_cache=cache, draft_state=draft_state)
     return _put_back(whole, state, slots)

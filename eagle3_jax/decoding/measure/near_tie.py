@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import fetch, mesh_of, mesh_set
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.target import TargetModel
 
 _STEP = 64  # prefixes are padded to its multiples, so that few programs are compiled
@@ -64,9 +65,9 @@ def _logits(target: TargetModel, tokens: Int[Array, "1 t"], last: Int[Array, ""]
             as in verification.
     """
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _, cache = target(tokens, positions, target.empty_cache(1, tokens.shape[1]), jnp.zeros(1, jnp.int32))
+    hidden, _, cache = target(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), target.empty_cache(1, tokens.shape[1]))
     if alone:
-        hidden, _, _ = target(tokens[:, last][None], last[None, None], cache, last[None])
+        hidden, _, _ = target(tokens[:, last][None], Pass(last[None, None], last[None]), cache)
         return target.logits(hidden)[0, 0]
     return target.logits(hidden[:, last - jnp.arange(2)])[0, 0]
 

@@ -31,7 +31,7 @@ from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree, rerank
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.vocabulary.api import ranked, top_k_of_logits, vocabulary_logits
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.cache import KVCache, Pass
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.target import TargetModel
@@ -43,11 +43,10 @@ def grow(
     tree: DraftTree,
     root: Int[Array, " b"],
     draft_state: Float[Array, "b h"],
+    this: Pass,
     cache: KVCache,
-    lengths: Int[Array, " b"],
     sampling: Sampling | None = None,
     copied: Copied | None = None,
-    page_table: PageTable | None = None,
     *,
     greedy: bool | Bool[Array, ""] = False,
 ) -> tuple[TokenTree, KVCache]:
@@ -56,24 +55,23 @@ def grow(
     Args:
         root: the token after the committed ones.
         draft_state: the head's output at the last committed pair (whose token is the root).
-        cache: the head's, with `lengths` committed pairs; slots behind them are scratch.
+        this: its `lengths` pairs are committed in the head's `cache`; slots behind them are scratch.
         sampling: draws the drafts of requests with a temperature; None takes the head's best for all.
         copied: `tree.lookup_tokens` tokens for each root; None if that is 0.
-        page_table: None where the cache is contiguous.
         greedy: True where no request has a temperature: nothing is drawn then. An array is known on the device alone.
 
     Returns:
         The tree, and the cache with its scratch written.
     """
-    k, batch = tree.topk, root.shape[0]
+    k, batch, lengths = tree.topk, root.shape[0], this.lengths
     coins = _coins(sampling, lengths, tree.num_steps, greedy=greedy) if sampling is not None and k == 1 else None
     drawn: list[Array] = []
     levels: Recurrent | Block
     if isinstance(draft.head, DFlash):
         best_alone = greedy if sampling is not None else True
-        levels = Block(draft.head, tree, target.embed[...], root, cache, lengths, page_table, greedy=best_alone)
+        levels = Block(draft.head, tree, target.embed[...], root, this, cache, greedy=best_alone)
     else:
-        levels = Recurrent(draft.head, target.embed[...], draft_state, cache, lengths, page_table)
+        levels = Recurrent(draft.head, target.embed[...], draft_state, this, cache)
 
     def children(tokens: Int[Array, "b m"]) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
         """Returns log-probabilities and draft ids."""
@@ -141,12 +139,10 @@ class Recurrent:
         head: Head,
         embed: Float[Array, "v e"] | Quantised,
         draft_state: Float[Array, "b h"],
+        this: Pass,
         cache: KVCache,
-        lengths: Int[Array, " b"],
-        page_table: PageTable | None,
     ) -> None:
-        self.cache, self._head, self._embed = cache, head, embed
-        self._lengths, self._page_table = lengths, page_table
+        self.cache, self._head, self._embed, self._this = cache, head, embed, this
         self._states, self._depth = draft_state[:, None], 0
         self._seen: Bool[Array, "b m t"] | None = None
 
@@ -165,16 +161,9 @@ class Recurrent:
             features = jnp.take_along_axis(before, parents[:, :, None], axis=1)
             above = jnp.take_along_axis(self._seen, parents[:, :, None], axis=1)
             self._seen = jnp.concatenate([above, own], axis=-1)
-        self._states, self.cache = self._head.feed(
-            self._embed,
-            tokens,
-            features,
-            jnp.broadcast_to((self._lengths + self._depth)[:, None], (batch, k)),
-            self.cache,
-            self._lengths,
-            tail_mask=self._seen,
-            page_table=self._page_table,
-        )
+        positions = jnp.broadcast_to((self._this.lengths + self._depth)[:, None], (batch, k))
+        this = dataclasses.replace(self._this, positions=positions, tail_mask=self._seen)
+        self._states, self.cache = self._head.feed(self._embed, tokens, features, this, self.cache)
         self._depth += 1
 
     def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
@@ -201,14 +190,13 @@ class Block:
         tree: DraftTree,
         embed: Float[Array, "v h"] | Quantised,
         anchor: Int[Array, " b"],
+        this: Pass,
         cache: KVCache,
-        lengths: Int[Array, " b"],
-        page_table: PageTable | None,
         *,
         greedy: bool | Bool[Array, ""],
     ) -> None:
         self._head, self._row = head, 0
-        self._states, self.cache = head.block(embed, anchor, cache, lengths, tree.num_steps, page_table)
+        self._states, self.cache = head.block(embed, anchor, this, cache, tree.num_steps)
 
         def candidates() -> Any:
             return head.candidates(self._states, tree.topk)

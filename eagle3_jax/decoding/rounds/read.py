@@ -12,7 +12,7 @@ from eagle3_jax.decoding.rounds.sampling import BONUS, TokenCounts, draw, probab
 from eagle3_jax.decoding.rounds.state import RequestRows
 from eagle3_jax.decoding.rounds.verify import row_of
 from eagle3_jax.kernels.vocabulary.api import argmax
-from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.cache import KVCache, Pass
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -51,7 +51,7 @@ def read(
     caches: tuple[KVCache, KVCache | None],
     requests: RequestRows,
     token_counts: TokenCounts | None = None,
-    page_table: PageTable | None = None,
+    pages: Int[Array, "b pages"] | None = None,
     *,
     greedy: bool,
 ) -> tuple[Read, tuple[KVCache, KVCache | None]]:
@@ -63,11 +63,12 @@ def read(
         starts: position of the stretch's first token.
         counts: tokens of the stretch.
         ends: whether the prompt ends with this stretch.
-        page_table: None where the caches are contiguous.
+        pages: see `Pass`. With them, a row may continue the one before it.
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]
     cache, draft_cache = caches
-    hidden, aux, cache = target(tokens, positions, cache, starts, page_table=page_table)
+    this = Pass(positions, starts, pages=pages, continued=pages is not None and len(tokens) > 1)
+    hidden, aux, cache = target(tokens, this, cache)
     last = jnp.maximum(counts - 1, 0)
     logits = target.logits(row_of(hidden, last))
     root, processed, failed = _first_token(logits, requests, token_counts, starts + counts, greedy=greedy)
@@ -76,17 +77,8 @@ def read(
         at_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends[:, None]
         following = jnp.where(at_end, root[:, None], following)
         features = draft.head.fuse(aux)
-        states, draft_cache = draft.head.feed(
-            target.embed[...],
-            following,
-            features,
-            positions,
-            draft_cache,
-            starts,
-            preceding=tokens[:, :1],
-            row=last,
-            page_table=page_table,
-        )
+        this = dataclasses.replace(this, preceding=tokens[:, :1], row=last)
+        states, draft_cache = draft.head.feed(target.embed[...], following, features, this, draft_cache)
         draft_state = states[:, 0]
     return Read(logits, root, processed, failed, draft_state, hidden, aux), (cache, draft_cache)
 

@@ -26,9 +26,9 @@ from eagle3_jax.decoding.rounds.draft import grow
 from eagle3_jax.decoding.rounds.sampling import COINS
 from eagle3_jax.decoding.rounds.state import (
     STATE_SHARDING_RULES,
-    TRASH,
     State,
     TokenLogprobs,
+    behind,
     is_stop,
     put_at,
     put_logprobs,
@@ -37,7 +37,6 @@ from eagle3_jax.decoding.rounds.tree import TokenTree, chain_of_copies, root_onl
 from eagle3_jax.decoding.rounds.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import PageTable
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -76,10 +75,10 @@ def draft_tree(
     greedy: bool | Bool[Array, ""],
 ) -> tuple[TokenTree, State]:
     """Drafts a round's tree; the head's scratch behind the committed pairs is written."""
-    lengths, table = _in_use(state)
+    this = behind(state)
     copied = None
     if tree is not None and tree.lookup_tokens and state.history is not None:
-        copied = lookup.copy(state.history, lengths, tree.lookup_tokens)
+        copied = lookup.copy(state.history, this.lengths, tree.lookup_tokens)
     if tree is None:
         return root_only(state.root), state
     state = dataclasses.replace(state, drafted=state.drafted + (~state.done).astype(jnp.int32))
@@ -93,11 +92,10 @@ def draft_tree(
         tree,
         state.root,
         state.draft_state,
+        this,
         state.draft_cache,
-        lengths,
         drawing,
         copied,
-        table,
         greedy=greedy,
     )
     return nodes, dataclasses.replace(state, draft_cache=cache)
@@ -142,12 +140,13 @@ def verify_tree(
         head: whether drafts come from the head, not from the text alone.
         simulated: for benchmarks only: accepts each draft with this probability, whatever the target's logits.
     """
-    lengths, table = _in_use(state)
+    this = behind(state)
+    lengths = this.lengths
     steps, sampling = steps_of(tree), state.requests.sampling
     branches = tree is not None and head and (tree.topk > 1 or tree.lookup_tokens > 0)
-    hidden, aux, cache = target(
-        nodes.tokens, lengths[:, None] + nodes.depths, state.cache, lengths, nodes.mask if branches else None, table
-    )
+    positions, mask = lengths[:, None] + nodes.depths, nodes.mask if branches else None
+    of_nodes = dataclasses.replace(this, positions=positions, tail_mask=mask)
+    hidden, aux, cache = target(nodes.tokens, of_nodes, state.cache)
     logits = target.logits(hidden)
     if simulated is None:
         walk, bonus, processed = verify(
@@ -157,7 +156,7 @@ def verify_tree(
         walk, bonus = pretend(nodes, logits, sampling.uniform(lengths, COINS, steps) < simulated)
         processed = None if greedy is True else jnp.zeros(walk.path.shape)
     if branches:
-        cache = cache.commit(lengths, walk.path, table)
+        cache = cache.commit(this, walk.path)
     failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
     verified = Verified(
         walk,
@@ -184,8 +183,8 @@ def extend(
     target: TargetModel, draft: Draft | None, state: State, verified: Verified, *, greedy: bool | Bool[Array, ""]
 ) -> State:
     """Adds a round's tokens to the state; the head reads them with the target's features, or rests."""
-    lengths, table = _in_use(state)
-    walk, chosen = verified.walk, verified.chosen
+    this = behind(state)
+    walk, chosen, lengths = verified.walk, verified.chosen, this.lengths
     width = jnp.arange(chosen.shape[1])[None]
     positions = lengths[:, None] + width
     count, accepted, ended = _cut(state, chosen, walk.accepted)
@@ -193,9 +192,8 @@ def extend(
     draft_cache, draft_state, unread = state.draft_cache, state.draft_state, state.unread
     if draft is not None and draft_cache is not None and draft_state is not None:
         features = draft.head.fuse(verified.aux)
-        states, draft_cache = draft.head.feed(
-            target.embed[...], chosen, features, positions, draft_cache, lengths, row=row, page_table=table
-        )
+        of_chosen = dataclasses.replace(this, positions=positions, row=row)
+        states, draft_cache = draft.head.feed(target.embed[...], chosen, features, of_chosen, draft_cache)
         draft_state = jnp.where(state.done[:, None], draft_state, states[:, 0])
     elif unread is not None:
         unread = unread.note(chosen, verified.aux, count)
@@ -233,13 +231,6 @@ def extend(
         unread=unread,
         observed=observed,
     )
-
-
-def _in_use(state: State) -> tuple[Int[Array, " b"], PageTable | None]:
-    """Returns lengths and page table of a pass. A sequence that has ended owns no pages: its length is 0."""
-    if state.page_table is None:
-        return state.lengths, None
-    return jnp.where(state.done, 0, state.lengths), PageTable(jnp.where(state.done[:, None], TRASH, state.page_table))
 
 
 def _chosen(tokens: Int[Array, "b n"], walk: Walk, bonus: Int[Array, " b"]) -> Int[Array, "b p"]:

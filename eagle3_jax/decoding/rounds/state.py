@@ -22,7 +22,7 @@ from eagle3_jax.decoding.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParam
 from eagle3_jax.decoding.rounds.sampling import Rows, Sampling, TokenCounts, entry
 from eagle3_jax.decoding.rounds.tree import LastTree
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.cache import KVCache, Pass
 
 # The page that is never read: sequences that have ended write to it.
 TRASH = 0
@@ -185,6 +185,14 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         observed = Observed.empty(batch, sizes.observed, width, target.config.hidden_size)
         state = dataclasses.replace(state, observed=observed)
     return constrain(state, STATE_SHARDING_RULES)
+
+
+def behind(state: State) -> Pass:
+    """Returns the pass of one token behind each sequence. A sequence that has ended owns no pages: its length is 0."""
+    if state.page_table is None:
+        return Pass(state.lengths[:, None], state.lengths)
+    lengths = jnp.where(state.done, 0, state.lengths)
+    return Pass(lengths[:, None], lengths, pages=jnp.where(state.done[:, None], TRASH, state.page_table))
 
 
 def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Rows, "b stops"]) -> Bool[Array, "b *t"]:

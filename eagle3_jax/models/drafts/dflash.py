@@ -10,19 +10,20 @@ Layers are Qwen 3's for every target. Embeddings are the target's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.block_attention import block_attention
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
-from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import (
     Scaling,
@@ -228,31 +229,18 @@ class DFlash(Head):
         embed: Float[Array, "v h"] | Quantised,
         tokens: Int[Array, "b t"],
         features: Float[Array, "b t h"],
-        positions: Int[Array, "b t"],
+        this: Pass,
         cache: KVCache,
-        lengths: Int[Array, " b"],
-        *,
-        tail_mask: Bool[Array, "b t m"] | None = None,
-        preceding: Int[Array, "b 1"] | None = None,
-        row: Int[Array, " b"] | None = None,
-        page_table: PageTable | None = None,
     ) -> tuple[Float[Array, "b r h"], KVCache]:
         """See `Head`: writes the context's keys and values. Tokens are not read, and the state is not used."""
-        for number, (keys, values) in enumerate(self.context(features, positions)):
-            own = cache.layer(number).append(keys, values, lengths, page_table)
-            cache = cache.with_layer(number, own)
-        return at_row(features, row), cache
+        for number, (keys, values) in enumerate(self.context(features, this.positions)):
+            cache = cache.with_layer(number, cache.layer(number).append(keys, values, this))
+        return at_row(features, this.row), cache
 
     def block(
-        self,
-        embed: Float[Array, "v h"] | Quantised,
-        anchor: Int[Array, " b"],
-        cache: KVCache,
-        lengths: Int[Array, " b"],
-        drafts: int,
-        page_table: PageTable | None = None,
+        self, embed: Float[Array, "v h"] | Quantised, anchor: Int[Array, " b"], this: Pass, cache: KVCache, drafts: int
     ) -> tuple[Float[Array, "b drafts h"], KVCache]:
-        """Runs one pass over a block behind the context; its entries are scratch behind `lengths`.
+        """Runs one pass over a block behind the context; its entries are scratch behind the committed ones.
 
         Args:
             embed: the target's embeddings. anchor: the token at position `lengths`.
@@ -265,33 +253,14 @@ class DFlash(Head):
         c, rows = self.config, drafts + self.first_row
         masks = jnp.full((len(anchor), rows - 1), c.mask_token_id, anchor.dtype)
         x = embeddings(embed, jnp.concatenate([anchor[:, None], masks], axis=1))
-        at, column = lengths[:, None] + jnp.arange(rows)[None], jnp.arange(rows)
+        at, shape = this.lengths[:, None] + jnp.arange(rows)[None], (len(anchor), rows, rows)
         rope = self._rope(at)
         for number, layer in enumerate(self.layers):
-            back = column[:, None] - column[None]
-            visible, window, options = jnp.ones((rows, rows), bool), c.window(number), {}
-            if c.causal(number):
-                visible &= back >= 0
-            if window is not None:
-                visible &= back < window
-                options = {"first": jnp.maximum(at - (window - 1), 0)}
-            mask = jnp.broadcast_to(visible, (len(anchor), rows, rows))
-
-            def attend(
-                q: Array,
-                k: Array,
-                v: Array,
-                number: int = number,
-                mask: Array = mask,
-                options: Mapping[str, Array] = options,
-            ) -> Array:
-                nonlocal cache
-                own = cache.layer(number)
-                attended, own = own.append_and_attend(q, k, v, lengths, mask, page_table, **options)
-                cache = cache.with_layer(number, own)
-                return attended
-
-            x = layer(x, rope, attend, rows)
+            seen = jnp.tril(jnp.ones(shape, bool)) if c.causal(number) else jnp.ones(shape, bool)
+            tail = {"tail_mask": seen, "tail_positions": jnp.broadcast_to(at[:, None], shape)}
+            attend = CachedAttention(dataclasses.replace(this, positions=at, **tail), cache.layer(number))
+            x = layer(x, rope, functools.partial(attend, window=c.window(number)), rows)
+            cache = cache.with_layer(number, attend.cache)
         return rms_norm(x, self.norm[...], c.rms_norm_eps)[:, self.first_row :], cache
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.linear.api import linear
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import (
     Attention,
@@ -94,18 +95,17 @@ class Eagle2Head(Head):
         self,
         embeds: Float[Array, "b t h"],
         features: Float[Array, "b t h"],
-        positions: Int[Array, "b t"],
+        this: Pass,
         attend: Callable[[Array, Array, Array], Array],
-        row: Int[Array, " b"] | None = None,
     ) -> Float[Array, "b r h"]:
         """See `Head`."""
         c = self.config
-        rope = scaled_rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        rope = scaled_rope_table(this.positions, c.head_dim, c.rope_theta, c.rope_scaling)
         x = linear(jnp.concatenate([embeds, features], axis=-1), self.fc[...])
         if c.fc_bias:
             x = x + self.fc_bias[...][None, None]
         attended = attend(*self.attention.project(x, rope))
-        x = at_row(x, row) + self.attention.output(at_row(attended, row))
+        x = at_row(x, this.row) + self.attention.output(at_row(attended, this.row))
         return x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.kernels.linear.api import linear
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import Attention, Scaling, SwiGLU, at_row, normal, ones, rms_norm, scaled_rope_table
 from eagle3_jax.models.target import ModelConfig, without_aux_layers
@@ -136,18 +137,17 @@ class DraftHead(Head):
         self,
         embeds: Float[Array, "b t h"],
         features: Float[Array, "b t h"],
-        positions: Int[Array, "b t"],
+        this: Pass,
         attend: Callable[[Array, Array, Array], Array],
-        row: Int[Array, " b"] | None = None,
     ) -> Float[Array, "b r h"]:
         """See `Head`."""
         c = self.config
-        rope = scaled_rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        rope = scaled_rope_table(this.positions, c.head_dim, c.rope_theta, c.rope_scaling)
         tokens = rms_norm(embeds, self.input_norm[...], c.rms_norm_eps)
         hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
         q, k, v = self.attention.project(jnp.concatenate([tokens, hidden], axis=-1), rope)
-        residual = at_row(hidden if c.norm_before_residual else features, row)
-        x = residual + self.attention.output(at_row(attend(q, k, v), row))
+        residual = at_row(hidden if c.norm_before_residual else features, this.row)
+        x = residual + self.attention.output(at_row(attend(q, k, v), this.row))
         x = x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
         return self.final_norm(x) if c.norm_output else x
 

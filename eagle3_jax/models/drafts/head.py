@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
-from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.models.target import ModelConfig
 
@@ -43,21 +43,19 @@ class Head(nnx.Module):
         self,
         embeds: Float[Array, "b t h"],
         features: Float[Array, "b t h"],
-        positions: Int[Array, "b t"],
+        this: Pass,
         attend: Callable[[Array, Array, Array], Array],
-        row: Int[Array, " b"] | None = None,
     ) -> Float[Array, "b r h"]:
         """Runs one pass over pairs (token t+1, feature t).
 
         Args:
             embeds: the target's embeddings of the tokens.
             features: fused features, or the previous pass's output.
-            positions: RoPE positions of the pairs (the feature's).
+            this: positions of the pairs (the feature's); pairs outside its `row` get keys and values alone.
             attend: (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d].
-            row: index of each sequence's only pair whose state is computed; the other pairs get keys and values alone.
 
         Returns:
-            The recurrent state, which `logits` and `top_k` read: of every pair, or of `row` (r = 1).
+            The recurrent state, which `logits` and `top_k` read: of every pair, or of the pass's `row` (r = 1).
         """
         raise NotImplementedError
 
@@ -66,40 +64,20 @@ class Head(nnx.Module):
         embed: Float[Array, "v h"] | Quantised,
         tokens: Int[Array, "b t"],
         features: Float[Array, "b t h"],
-        positions: Int[Array, "b t"],
+        this: Pass,
         cache: KVCache,
-        lengths: Int[Array, " b"],
-        *,
-        tail_mask: Bool[Array, "b t m"] | None = None,
-        preceding: Int[Array, "b 1"] | None = None,
-        row: Int[Array, " b"] | None = None,
-        page_table: PageTable | None = None,
     ) -> tuple[Float[Array, "b r h"], KVCache]:
-        """Reads pairs (token, feature) after `lengths` committed ones, and appends them to the cache.
+        """Reads pairs (token, feature) behind the committed ones, and appends them to the cache.
 
         Args:
             embed: the target's embeddings.
             tokens: target ids.
-            positions: RoPE positions of the pairs.
-            tail_mask: the tail slots, of m, that each pair attends to; None is causal. The pairs take the last t slots;
-                the earlier ones hold entries of earlier passes.
-            preceding: the token before the pairs, given at the start of a chunk of a prompt: a draft without features
-                may not have read it. A head does not need it, since the first feature depends on it.
-            row: see `__call__`.
-            page_table: None where the cache is contiguous.
 
         Returns:
             The state, as `__call__` returns it, and the cache.
         """
-        updated = cache
-
-        def attend(queries: Array, keys: Array, values: Array) -> Array:
-            nonlocal updated
-            attended, updated = updated.append_and_attend(queries, keys, values, lengths, tail_mask, page_table)
-            return attended
-
-        states = self(embeddings(embed, tokens), features, positions, attend, row)
-        return states, updated
+        attend = CachedAttention(this, cache)
+        return self(embeddings(embed, tokens), features, this, attend), attend.cache
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
         """Returns the LM head's input: `lm_head @ output_hidden(state)` are the draft logits."""

@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
 from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.models.families import qwen2
@@ -28,12 +29,11 @@ class MimoMtp(MtpHead):
         self,
         embeds: Float[Array, "b t h"],
         features: Float[Array, "b t h"],
-        positions: Int[Array, "b t"],
+        this: Pass,
         attend: Callable[[Array, Array, Array], Array],
-        row: Int[Array, " b"] | None = None,
     ) -> Float[Array, "b r h"]:
         """See `Head`. The token of a text's first pair is zeroed, as in engines."""
-        return super().__call__(jnp.where(positions[..., None] == 0, 0, embeds), features, positions, attend, row)
+        return super().__call__(jnp.where(this.positions[..., None] == 0, 0, embeds), features, this, attend)
 
 
 def table(config: MimoConfig) -> dict[str, Entry]:

@@ -8,13 +8,14 @@ one slot further, and slot 0 holds the first token of the text, which is in no p
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
-from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.cache import KVCache, Pass
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
 from eagle3_jax.models.layers import at_row
 from eagle3_jax.models.target import TargetModel
@@ -38,25 +39,20 @@ class DraftModel(Head):
         embed: Float[Array, "v target"] | Quantised,
         tokens: Int[Array, "b t"],
         features: Float[Array, "b t f"],
-        positions: Int[Array, "b t"],
+        this: Pass,
         cache: KVCache,
-        lengths: Int[Array, " b"],
-        *,
-        tail_mask: Bool[Array, "b t m"] | None = None,
-        preceding: Int[Array, "b 1"] | None = None,
-        row: Int[Array, " b"] | None = None,
-        page_table: PageTable | None = None,
     ) -> tuple[Float[Array, "b r h"], KVCache]:
         """See `Head`; the target's embeddings and features are not read."""
-        if preceding is None:
-            states, _, cache = self.model(tokens, positions + 1, cache, lengths + 1, tail_mask, page_table)
-            return at_row(states, row), cache
+        if this.preceding is None:
+            behind = dataclasses.replace(this, positions=this.positions + 1, lengths=this.lengths + 1)
+            states, _, cache = self.model(tokens, behind, cache)
+            return at_row(states, this.row), cache
         # Slot `lengths` is empty at the start of a text and after a prefix on shared pages. Elsewhere its entry is
         # written again with the same values, as when one chunk continues another in the same batch.
-        tokens = jnp.concatenate([preceding, tokens], axis=1)
-        positions = jnp.concatenate([positions[:, :1], positions + 1], axis=1)
-        states, _, cache = self.model(tokens, positions, cache, lengths, page_table=page_table)
-        return at_row(states[:, 1:], row), cache
+        tokens = jnp.concatenate([this.preceding, tokens], axis=1)
+        positions = jnp.concatenate([this.positions[:, :1], this.positions + 1], axis=1)
+        states, _, cache = self.model(tokens, dataclasses.replace(this, positions=positions), cache)
+        return at_row(states[:, 1:], this.row), cache
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
         """Returns the state, which is normed already."""

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.linear.api import linear
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
 from eagle3_jax.models.layers import at_row, normal, ones, rms_norm
 from eagle3_jax.models.target import ModelConfig, final_boundary, rotary
@@ -47,16 +48,15 @@ class MtpHead(Head):
         self,
         embeds: Float[Array, "b t h"],
         features: Float[Array, "b t h"],
-        positions: Int[Array, "b t"],
+        this: Pass,
         attend: Callable[[Array, Array, Array], Array],
-        row: Int[Array, " b"] | None = None,
     ) -> Float[Array, "b r h"]:
         """See `Head`."""
         c = self.config.model
         tokens = rms_norm(embeds, self.token_norm[...], c.rms_norm_eps)
         hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
-        x = self.block(linear(self.joined(tokens, hidden), self.fc[...]), rotary(c, positions), attend)
-        return rms_norm(at_row(x, row), self.norm[...], c.rms_norm_eps)
+        x = self.block(linear(self.joined(tokens, hidden), self.fc[...]), rotary(c, this.positions), attend)
+        return rms_norm(at_row(x, this.row), self.norm[...], c.rms_norm_eps)
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
         """Returns the state, which is normed already."""

@@ -18,7 +18,7 @@ from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.generate import prefill
 from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
-from eagle3_jax.decoding.rounds.state import empty_state
+from eagle3_jax.decoding.rounds.state import behind, empty_state
 
 CHAIN = DraftTree(num_steps=2, num_draft_tokens=3)
 COPIES = DraftTree(num_steps=3, num_draft_tokens=4, lookup_tokens=3)
@@ -46,7 +46,7 @@ def begin(toy_target, draft, prompts, lengths, tree):
 @jax.jit
 def wake(toy_target, draft, state):
     unread, cache, draft_state = feed_unread(
-        toy_target, draft, state.unread, state.draft_cache, state.draft_state, state.lengths, ~state.done
+        toy_target, draft, state.unread, state.draft_cache, state.draft_state, behind(state), ~state.done
     )
     return dataclasses.replace(state, unread=unread, draft_cache=cache, draft_state=draft_state)
 

@@ -20,6 +20,7 @@ from eagle3_jax.kernels.cache.api import commit
 from eagle3_jax.kernels.tree_attention import packed_heads
 from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head
 
 MAX_TOKENS = 24
@@ -96,7 +97,9 @@ def test_vanilla_is_the_argmax_of_the_whole_sequence_again_and_again(toy, vanill
     def following(tokens):
         cache = toy.target.empty_cache(1, tokens.shape[1])
         positions = jnp.arange(tokens.shape[1])[None]
-        return jnp.argmax(toy.target.logits(toy.target(tokens, positions, cache, jnp.zeros(1, jnp.int32))[0]), axis=-1)
+        return jnp.argmax(
+            toy.target.logits(toy.target(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), cache)[0]), axis=-1
+        )
 
     for prompt, length, answer in zip(PROMPTS, LENGTHS, vanilla, strict=True):
         sequence = np.concatenate([prompt[:length], answer, np.zeros(9 - length, np.int32)])
@@ -113,7 +116,7 @@ def test_log_probabilities_are_those_of_a_pass_over_the_whole_sequence(toy, name
     def following(tokens):
         cache, lengths = toy.target.empty_cache(*tokens.shape), jnp.zeros(len(tokens), jnp.int32)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return toy.target.logits(toy.target(tokens, positions, cache, lengths)[0])
+        return toy.target.logits(toy.target(tokens, Pass(positions, lengths), cache)[0])
 
     temperatures = np.array([0.0, 0.6, 1.0, 3.0], np.float32)
     tree, draft = (None, None) if name is None else (TREES[name], toy.good)
@@ -226,9 +229,9 @@ def test_positions_of_drafting_and_extending(toy, monkeypatch):
     seen = []
     feed = Head.feed
 
-    def spy(head, embed, tokens, features, positions, cache, lengths, **kwargs):
-        jax.debug.callback(lambda p: seen.append(np.asarray(p)[0].tolist()), positions, ordered=True)
-        return feed(head, embed, tokens, features, positions, cache, lengths, **kwargs)
+    def spy(head, embed, tokens, features, this, cache):
+        jax.debug.callback(lambda p: seen.append(np.asarray(p)[0].tolist()), this.positions, ordered=True)
+        return feed(head, embed, tokens, features, this, cache)
 
     monkeypatch.setattr(Head, "feed", spy)
     tree = TREES["chain3"]
@@ -361,7 +364,7 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts)
     def distributions(tokens):
         cache = toy.target.empty_cache(tokens.shape[0], tokens.shape[1])
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden, _, _ = toy.target(tokens, positions, cache, jnp.zeros(len(tokens), jnp.int32))
+        hidden, _, _ = toy.target(tokens, Pass(positions, jnp.zeros(len(tokens), jnp.int32)), cache)
         return jax.nn.softmax(toy.target.logits(hidden[:, 5:]) / 1.5, axis=-1)
 
     pairs = np.stack(np.meshgrid(range(vocabulary), range(vocabulary), indexing="ij"), axis=-1).reshape(-1, 2)
@@ -394,7 +397,9 @@ def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name, sam
     @jax.jit
     def distributions(tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden, _, _ = toy.target(tokens, positions, toy.target.empty_cache(*tokens.shape), jnp.zeros(4, jnp.int32))
+        hidden, _, _ = toy.target(
+            tokens, Pass(positions, jnp.zeros(4, jnp.int32)), toy.target.empty_cache(*tokens.shape)
+        )
         return jax.nn.softmax(toy.target.logits(hidden) / 2, axis=-1)
 
     probs = np.asarray(distributions(jnp.asarray(tokens)), np.float64)

@@ -20,6 +20,7 @@ from eagle3_jax.decoding.rounds.lookup import Copied
 from eagle3_jax.decoding.rounds.sampling import BONUS, COINS, Sampling
 from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.mesh import make_mesh
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head
 
 SIZES = [
@@ -219,16 +220,18 @@ def reference_grow(toy, draft, size, root, committed, features):
     return sorted(pool, key=lambda node: -node[1])[: size.num_draft_tokens - 1]
 
 
+def first_pass(length: int) -> Pass:
+    return Pass(jnp.array([[length]], jnp.int32), jnp.array([length], jnp.int32))
+
+
 @pytest.mark.long
 def test_candidates_of_one_depth_do_not_see_each_other(toy, monkeypatch):
     """Each node attends to its ancestors and itself only, among the drafts before it."""
     seen, feed = [], Head.feed
-    monkeypatch.setattr(
-        Head, "feed", lambda *given, **options: seen.append(options["tail_mask"]) or feed(*given, **options)
-    )
+    monkeypatch.setattr(Head, "feed", lambda *given: seen.append(given[4].tail_mask) or feed(*given))
     state, cache = jnp.ones((1, toy.target.config.hidden_size)), toy.good.head.empty_cache(1, 32)
     size = DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
-    draft_lib.grow(toy.target, toy.good, size, jnp.array([18]), state, cache, jnp.array([0]))
+    draft_lib.grow(toy.target, toy.good, size, jnp.array([18]), state, first_pass(0), cache)
     for depth, mask in enumerate(seen, start=1):
         assert mask.shape == (1, 3, 3 * depth)
         assert mask.reshape(3, depth, 3).sum(axis=-1).tolist() == [[1] * depth] * 3
@@ -249,12 +252,11 @@ def test_grow_against_a_reference_without_cache(toy, size, kind):
         toy.target.embed[...],
         tokens,
         features,
-        jnp.arange(length)[None],
+        Pass(jnp.arange(length)[None], jnp.zeros(1, jnp.int32)),
         draft.head.empty_cache(1, 32),
-        jnp.zeros(1, jnp.int32),
     )
     tree, _ = jax.jit(draft_lib.grow, static_argnums=2)(
-        toy.target, draft, size, jnp.array([root], jnp.int32), states[:, -1], cache, jnp.array([length], jnp.int32)
+        toy.target, draft, size, jnp.array([root], jnp.int32), states[:, -1], first_pass(length), cache
     )
     got = []
     for node in range(1, size.num_draft_tokens):
@@ -323,7 +325,7 @@ def test_each_level_is_drawn_by_noise_of_its_own(toy, monkeypatch):
     purposes, gumbel = [], Sampling.gumbel
     monkeypatch.setattr(Sampling, "gumbel", lambda *given: purposes.append(given[2]) or gumbel(*given))
     state, cache = jnp.ones((1, toy.target.config.hidden_size)), toy.good.head.empty_cache(1, 32)
-    given = toy.good, SIZES[3], jnp.array([18]), state, cache, jnp.array([0]), Sampling.greedy(1)
+    given = toy.good, SIZES[3], jnp.array([18]), state, first_pass(0), cache, Sampling.greedy(1)
     jax.make_jaxpr(lambda: draft_lib.grow(toy.target, *given)[0].tokens)()
     assert len({*purposes, COINS, BONUS}) == SIZES[3].num_steps + 2
 

@@ -10,6 +10,7 @@ import tiny_families
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.deepseek_mtp import DeepseekMtp
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -62,7 +63,7 @@ def test_one_row_s_state_is_that_of_all(name, begins):
     def feed(head: Head, row: jax.Array | None):
         cache, positions = head.empty_cache(BATCH, 32), lengths[:, None] + jnp.arange(PAIRS)[None]
         preceding = tokens[:, :1] if begins else None
-        return head.feed(embed, tokens, head.fuse(aux), positions, cache, lengths, preceding=preceding, row=row)
+        return head.feed(embed, tokens, head.fuse(aux), Pass(positions, lengths, preceding=preceding, row=row), cache)
 
     (whole, cache), (one, same) = feed(head, None), feed(head, row)
     assert one.shape == (BATCH, 1, whole.shape[-1])
@@ -75,15 +76,14 @@ def test_one_row_s_state_is_that_of_all(name, begins):
 def test_a_draft_model_fed_pair_by_pair_has_the_states_of_one_pass():
     model = target("llama")
     text = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 9)))
-    expected, _, _ = model(text, jnp.arange(9)[None], model.empty_cache(1, 32), jnp.zeros(1, jnp.int32))
+    expected, _, _ = model(text, Pass(jnp.arange(9)[None], jnp.zeros(1, jnp.int32)), model.empty_cache(1, 32))
     head, nothing = DraftModel(model), jnp.zeros((1, 1))
     cache, got = head.empty_cache(1, 32), []
     for first, end in ((0, 3), (3, 6), (6, 8)):  # pairs, named by their features
         tokens, positions = text[:, first + 1 : end + 1], jnp.arange(first, end)[None]
         features = jnp.zeros((1, end - first, 0))
         preceding = None if first else text[:, :1]
-        state, cache = head.feed(
-            nothing, tokens, features, positions, cache, jnp.full(1, first, jnp.int32), preceding=preceding
-        )
+        this = Pass(positions, jnp.full(1, first, jnp.int32), preceding=preceding)
+        state, cache = head.feed(nothing, tokens, features, this, cache)
         got.append(state)
     np.testing.assert_allclose(jnp.concatenate(got, axis=1), expected[:, 1:], atol=1e-5, rtol=1e-5)

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, parameter_path
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model
 from eagle3_jax.models.drafts import deepseek_mtp
@@ -173,7 +174,7 @@ def cached(model: TargetModel, tokens: jax.Array, sizes: list[int]) -> tuple[jax
     for size in sizes:
         positions = jnp.broadcast_to(start + jnp.arange(size), (len(tokens), size))
         lengths = jnp.full(len(tokens), start, jnp.int32)
-        hidden, aux, cache = forward(model, tokens[:, start : start + size], positions, cache, lengths)
+        hidden, aux, cache = forward(model, tokens[:, start : start + size], Pass(positions, lengths), cache)
         found.append((model.logits(hidden), aux))
         start += size
     logits, aux = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
@@ -220,10 +221,10 @@ def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path, architecture)
     starts = jnp.where(jnp.arange(2 * TOKENS) < first, 0, first)[None]
     positions = jnp.arange(2 * TOKENS)[None] - starts
     lengths = jnp.zeros(1, jnp.int32)
-    packed = model(tokens, positions, model.empty_cache(1, 2 * TOKENS), lengths, starts=starts)
+    packed = model(tokens, Pass(positions, lengths, starts=starts), model.empty_cache(1, 2 * TOKENS))
     for document in (slice(0, first), slice(first, None)):
         own, at = tokens[:, document], positions[:, document]
-        alone = model(own, at, model.empty_cache(1, own.shape[1]), lengths)
+        alone = model(own, Pass(at, lengths), model.empty_cache(1, own.shape[1]))
         for got, expected in zip(packed[:2], alone[:2], strict=True):
             np.testing.assert_allclose(got[:, document], expected, atol=1e-5, rtol=1e-5)
 
@@ -268,7 +269,7 @@ def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
     cache, tokens, read = model.empty_cache(2, TOKENS), jnp.asarray(prompts), 0
     while tokens.shape[1] < TOKENS:
         positions = jnp.broadcast_to(jnp.arange(read, tokens.shape[1]), (2, tokens.shape[1] - read))
-        hidden, _, cache = forward(model, tokens[:, read:], positions, cache, jnp.full(2, read, jnp.int32))
+        hidden, _, cache = forward(model, tokens[:, read:], Pass(positions, jnp.full(2, read, jnp.int32)), cache)
         read, best = tokens.shape[1], jnp.argmax(model.logits(hidden[:, -1:]), axis=-1)
         tokens = jnp.concatenate([tokens, best.astype(tokens.dtype)], axis=1)
     np.testing.assert_array_equal(tokens, expected)
@@ -391,16 +392,18 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     rng = np.random.default_rng(0)
     prefix, a, b = (rng.integers(0, VOCABULARY, size) for size in (9, 3, 12))  # the last is longer than any window
     cache = model.empty_cache(1, TOKENS)
-    _, _, cache = forward(model, jnp.asarray(prefix)[None, :-1], jnp.arange(8)[None], cache, jnp.zeros(1, jnp.int32))
+    _, _, cache = forward(
+        model, jnp.asarray(prefix)[None, :-1], Pass(jnp.arange(8)[None], jnp.zeros(1, jnp.int32)), cache
+    )
     tree = jnp.asarray([prefix[-1], *a, *b])[None]  # the root, then both branches
     positions = jnp.asarray([*range(8, 12), *range(9, 21)])[None]
     mask = np.tril(np.ones((16, 16), bool))
     mask[4:, 1:4] = False
     seen, lengths = jnp.asarray(mask)[None], jnp.full(1, 8, jnp.int32)
-    hidden, _, _ = forward(model, tree, positions, cache, lengths, seen)
+    hidden, _, _ = forward(model, tree, Pass(positions, lengths, seen), cache)
     said = model.logits(hidden)[0]
-    _, _, cache = forward(model, tree[:, :3], positions[:, :3], cache, lengths, seen[:, :3, :3])
-    later, _, _ = forward(model, tree[:, 3:], positions[:, 3:], cache, lengths, seen[:, 3:])
+    _, _, cache = forward(model, tree[:, :3], Pass(positions[:, :3], lengths, seen[:, :3, :3]), cache)
+    later, _, _ = forward(model, tree[:, 3:], Pass(positions[:, 3:], lengths, seen[:, 3:]), cache)
     np.testing.assert_allclose(model.logits(later)[0], said[3:], atol=1e-4, rtol=1e-4)
     for branch, rows in ((a, range(1, 4)), (b, range(4, 16))):
         alone, _ = cached(model, jnp.asarray([*prefix, *branch])[None], [9 + len(branch)])

@@ -11,6 +11,7 @@ from flax import nnx
 from tiny import llama_config, make_target, make_tokenizer
 
 from eagle3_jax.export.write_target import write_target
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model
 from eagle3_jax.models.families.llama import Block, Llama, LlamaConfig
@@ -43,7 +44,7 @@ def causal(model: TargetModel, tokens: jax.Array):
     """One call over whole sequences: hidden, aux."""
     b, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t), (b, t))
-    hidden, aux, _ = forward(model, tokens, positions, model.empty_cache(b, t), jnp.zeros(b, jnp.int32))
+    hidden, aux, _ = forward(model, tokens, Pass(positions, jnp.zeros(b, jnp.int32)), model.empty_cache(b, t))
     return hidden, aux
 
 
@@ -127,7 +128,7 @@ def test_decoding_one_by_one_equals_prefill(tiny):
     cache = tiny.empty_cache(2, 16)
     for t in range(9):
         lengths = jnp.full(2, t, jnp.int32)
-        hidden, aux, cache = forward(tiny, tokens[:, t : t + 1], lengths[:, None], cache, lengths)
+        hidden, aux, cache = forward(tiny, tokens[:, t : t + 1], Pass(lengths[:, None], lengths), cache)
         np.testing.assert_allclose(hidden[:, 0], expected_hidden[:, t], atol=1e-5)
         np.testing.assert_allclose(aux[:, 0], expected_aux[:, t], atol=1e-5)
 
@@ -150,18 +151,12 @@ def test_tree_branches_equal_separate_sequences(tiny):
     _, _, cache = forward(
         tiny,
         jnp.asarray(prefix),
-        jnp.broadcast_to(jnp.arange(5), (2, 5)),
+        Pass(jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.zeros(2, jnp.int32)),
         tiny.empty_cache(2, 16),
-        jnp.zeros(2, jnp.int32),
     )
-    hidden, aux, cache = forward(
-        tiny,
-        jnp.asarray(nodes),
-        jnp.asarray(lengths[:, None] + depth),
-        cache,
-        jnp.asarray(lengths),
-        jnp.asarray(np.broadcast_to(mask, (2, 6, 6))),
-    )
+    seen = jnp.asarray(np.broadcast_to(mask, (2, 6, 6)))
+    this = Pass(jnp.asarray(lengths[:, None] + depth), jnp.asarray(lengths), seen)
+    hidden, aux, cache = forward(tiny, jnp.asarray(nodes), this, cache)
     for b in range(2):
         for node in range(6):
             path = np.flatnonzero(mask[node])
@@ -170,10 +165,10 @@ def test_tree_branches_equal_separate_sequences(tiny):
             np.testing.assert_allclose(hidden[b, node], expected_hidden[0, -1], atol=1e-5)
             np.testing.assert_allclose(aux[b, node], expected_aux[0, -1], atol=1e-5)
     # Committing the path 0 -> 2 -> 5 leaves the cache as if only that path had ever been appended.
-    committed = cache.commit(jnp.asarray(lengths), jnp.asarray([[0, 2, 5]] * 2))
+    committed = cache.commit(this, jnp.asarray([[0, 2, 5]] * 2))
     after = jnp.asarray(rng.integers(0, 97, (2, 1)))
     new_lengths = jnp.asarray(lengths + 3)
-    hidden, _, _ = forward(tiny, after, new_lengths[:, None], committed, new_lengths)
+    hidden, _, _ = forward(tiny, after, Pass(new_lengths[:, None], new_lengths), committed)
     for b in range(2):
         alone = np.concatenate([prefix[b, : lengths[b]], nodes[b, [0, 2, 5]], after[b]])[None]
         np.testing.assert_allclose(hidden[b, 0], causal(tiny, jnp.asarray(alone))[0][0, -1], atol=1e-5)
@@ -229,5 +224,5 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch):
     monkeypatch.setattr(Block, "__call__", lambda block, *arguments: traced.append(block) or call(block, *arguments))
     model = Llama(dataclasses.replace(TINY, num_hidden_layers=6), rngs=nnx.Rngs(0))
     tokens = jnp.zeros((1, 11), jnp.int32)  # a shape that no other test has traced
-    forward(model, tokens, tokens, model.empty_cache(1, 11), jnp.zeros(1, jnp.int32))
+    forward(model, tokens, Pass(tokens, jnp.zeros(1, jnp.int32)), model.empty_cache(1, 11))
     assert len(traced) == 1

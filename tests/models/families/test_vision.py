@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model
 from eagle3_jax.models.families.vision import TEXT_OF, TOWER, text_name
@@ -75,7 +76,7 @@ def test_it_says_of_text_what_the_whole_model_says(tmp_path, architecture, capsy
     tower = sorted(name for name in tensors if text_name(name).startswith(TOWER))
     assert f"{len(tower)} tensors are not read: {', '.join(tower[:3])} ..." in capsys.readouterr().err
     positions = jnp.broadcast_to(jnp.arange(20), (2, 20))
-    hidden, _, _ = model(jnp.asarray(tokens), positions, model.empty_cache(2, 20), jnp.zeros(2, jnp.int32))
+    hidden, _, _ = model(jnp.asarray(tokens), Pass(positions, jnp.zeros(2, jnp.int32)), model.empty_cache(2, 20))
     np.testing.assert_allclose(model.logits(hidden), expected, atol=1e-4, rtol=1e-4)
 
     missing = next(name for name in tensors if text_name(name) == "model.layers.1.input_layernorm.weight")
