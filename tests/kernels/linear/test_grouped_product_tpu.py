@@ -181,8 +181,8 @@ def test_scales_of_one_expert_alone_are_spread_over_columns():
     values = jax.ShapeDtypeStruct((256, 7168, 2048), jnp.float8_e4m3fn)
     stack = Quantised(values, jax.ShapeDtypeStruct((256, 56, 16), jnp.float32), None, jnp.bfloat16)
     x, counts = jax.ShapeDtypeStruct((16, 7168), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.int32)
-    # A copy of the scales as they are takes 8 MiB.
-    assert compiled("v6e", grouped, x, stack, counts).memory_analysis().temp_size_in_bytes < 16 << 20
+    # A copy of the scales as they are takes 8 MiB (8.1 with libtpu 0.0.50.1).
+    assert compiled("v6e", grouped, x, stack, counts).memory_analysis().temp_size_in_bytes < 9 << 20
 
 
 @pytest.mark.long
