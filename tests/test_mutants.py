@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import re
 import sys
@@ -109,14 +108,14 @@ def test_a_test_is_found_by_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([MUTANT, MUTANT], "a is there twice"),
+        ([MUTANT, MUTANT], "Cannot declare ('a',) twice"),
         ([dataclasses.replace(MUTANT, new="free.append( page )")], "a changes nothing"),
         ([dataclasses.replace(MUTANT, old="if x:")], "got 'if x:', expected one expression or statement"),
     ],
 )
 def test_a_table_that_makes_no_sense_is_refused(tmp_path, rows, message):
-    lines = [[f"{name} = {json.dumps(value)}" for name, value in dataclasses.asdict(row).items()] for row in rows]
-    (tmp_path / "table.toml").write_text("\n".join(line for row in lines for line in ["[[mutant]]", *row]))
+    written = [f'[{x.name}]\nguarantee = ""\ncode = {[x.function, x.old, x.new]}\ntest = "{x.test}"\n' for x in rows]
+    (tmp_path / "table.toml").write_text("".join(written))
     with pytest.raises(ValueError, match=re.escape(message)):
         mutants.read(tmp_path / "table.toml")
 

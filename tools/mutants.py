@@ -65,10 +65,9 @@ class Mutant:
 
 def read(path: pathlib.Path) -> list[Mutant]:
     """Reads the table. Raises ValueError: a duplicate name, or a mutant that changes nothing."""
-    mutants = [Mutant(**row) for row in tomllib.loads(path.read_text())["mutant"]]
-    for i, mutant in enumerate(mutants):
-        if mutant.name in [other.name for other in mutants[:i]]:
-            raise ValueError(f"{path}: {mutant.name} is there twice")
+    table = tomllib.loads(path.read_text())
+    mutants = [Mutant(name, row["guarantee"], *row["code"], row["test"]) for name, row in table.items()]
+    for mutant in mutants:
         if ast.dump(_parsed(mutant.old)) == ast.dump(_parsed(mutant.new)):
             raise ValueError(f"{path}: {mutant.name} changes nothing")
     return mutants
