@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.cache.xla import write
 from eagle3_jax.kernels.dispatch import Implementation, choose
@@ -31,8 +31,6 @@ def tree_attention(
     continued: bool = False,
     first: Int[Array, "b t"] | None = None,
     sinks: Float[Array, " n"] | None = None,
-    key_scale: Float[Array, " k"] | None = None,
-    value_scale: Float[Array, " k"] | None = None,
     implementation: Implementation | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b t n d"], Array, Array]:
@@ -43,12 +41,12 @@ def tree_attention(
 
     Args:
         queries: n = group * k query heads, grouped by KV head.
-        new_keys, new_values: those of the new tokens; the cache stores them in its dtype, divided by its scale. int8
-            rounds to the nearest; values beyond the range of int8 or float8 are clipped.
+        new_keys, new_values: those of the new tokens; the cache stores them in its dtype, those beyond the range of
+            float8 clipped.
         keys, values: the cache, contiguous [b, k, slots, d], or with a page table [pages, k, page_size, d]. On a TPU a
-            row may hold several heads and padding (`packed_heads.cache_rows`). Any dtype, int8 and float8 included;
-            read in the queries' dtype. Donated caches are written in place. Sequences must not share a page that is
-            written, unless `continued`.
+            row may hold several heads and padding (`packed_heads.cache_rows`). Any float dtype, float8 included; read
+            in the queries' dtype. Donated caches are written in place. Sequences must not share a page that is written,
+            unless `continued`.
         lengths: int32, committed tokens of each sequence; length + m must not exceed the slots.
         tail_mask: which of the m >= t tail slots each query sees, at least one. None is causal, with m = t.
         page_table: int32, the page of each page_size slots; entries beyond the tail may hold anything.
@@ -57,7 +55,6 @@ def tree_attention(
         first: int32, the first slot that each query sees (start of its window or chunk). A tree node's slot is not its
             position, so the mask must hide tail slots that are too far back.
         sinks: a logit per query head that joins the softmax and has no value (gpt-oss).
-        key_scale, value_scale: float32 factor of each KV head's stored entries.
         implementation: the default is "pallas" on a TPU, "cpu" on a CPU where the kernel supports the arguments
             (`cpu.supports`), and "xla" elsewhere.
         interpret: runs the Pallas kernel without a TPU; `pltpu.InterpretParams` included.
@@ -73,21 +70,15 @@ def tree_attention(
     t = queries.shape[1]
     if tail_mask is not None and tail_mask.shape[-1] < t:
         raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected at least {t}, one per new token")
-    if key_scale is not None:
-        queries = _scaled(queries, key_scale)
-    new_keys, new_values = _stored(new_keys, key_scale, keys.dtype), _stored(new_values, value_scale, values.dtype)
+    new_keys, new_values = _stored(new_keys, keys.dtype), _stored(new_values, values.dtype)
     operands = queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table
     on_cpu = first is None and sinks is None and cpu.supports(queries.dtype, keys.dtype, queries.shape[3])
     chosen = choose(implementation, pallas=True, cpu=on_cpu)
     if chosen == "pallas":
         from eagle3_jax.kernels.tree_attention.tpu import attend_tpu
 
-        attended, keys, values = attend_tpu(*operands, first, sinks, continued=continued, interpret=interpret)
-    elif chosen == "cpu":
-        attended, keys, values = attend_cpu(*operands)
-    else:
-        attended, keys, values = attend_xla(*operands, first, sinks)
-    return attended if value_scale is None else _scaled(attended, value_scale), keys, values
+        return attend_tpu(*operands, first, sinks, continued=continued, interpret=interpret)
+    return attend_cpu(*operands) if chosen == "cpu" else attend_xla(*operands, first, sinks)
 
 
 def append(
@@ -107,7 +98,7 @@ def append(
     On a TPU its kernel does so: each query, of zeros, sees its own slot alone, and no other block is read. A scatter
     would have the cache in another layout, and each program would copy all of it.
     """
-    new_keys, new_values = _stored(new_keys, None, keys.dtype), _stored(new_values, None, values.dtype)
+    new_keys, new_values = _stored(new_keys, keys.dtype), _stored(new_values, values.dtype)
     if choose(implementation, pallas=True) == "pallas":
         from eagle3_jax.kernels.tree_attention.tpu import attend_tpu
 
@@ -119,21 +110,7 @@ def append(
     return write(keys, new_keys, lengths, page_table), write(values, new_values, lengths, page_table)
 
 
-def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtype: Any) -> Num[Array, "b k t d"]:
+def _stored(new: Float[Array, "b t k d"], dtype: Any) -> Float[Array, "b k t d"]:
     """Converts new entries to the cache's dtype and order of axes."""
-    new = new.swapaxes(1, 2)
-    if scale is not None:
-        new = new.astype(scale.dtype) / scale[None, :, None, None]
-    if jnp.dtype(dtype).itemsize > 1:
-        return new.astype(dtype)
-    if jnp.issubdtype(dtype, jnp.integer):
-        new, limits = jnp.round(new), jnp.iinfo(dtype)
-    else:
-        limits = jnp.finfo(dtype)
-    return jnp.clip(new, float(limits.min), float(limits.max)).astype(dtype)
-
-
-def _scaled(x: Float[Array, "b t n d"], scale: Float[Array, " k"]) -> Float[Array, "b t n d"]:
-    """Multiplies x by the scale of its KV head, in the scale's dtype: a scale in bfloat16 would bias all results."""
-    each = jnp.repeat(scale, x.shape[2] // scale.shape[0])
-    return (x.astype(scale.dtype) * each[None, None, :, None]).astype(x.dtype)
+    new, limits = new.swapaxes(1, 2), jnp.finfo(dtype)
+    return (jnp.clip(new, float(limits.min), float(limits.max)) if limits.bits == 8 else new).astype(dtype)
