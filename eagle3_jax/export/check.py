@@ -183,8 +183,7 @@ def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
     report = disk.read_json(path)
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
-        picked = {name: values[name] for name in ("num_speculative_tokens", "max_tokens", "dtype")}
-        picked["token_map"] = values.get("token_map")  # missing in reports of earlier versions
+        picked = {name: values[name] for name in ("num_speculative_tokens", "max_tokens", "dtype", "token_map")}
         return {"prompts' tokens": values["prompts"]["tokens"], "target": values["target"]["weights"]} | picked
 
     try:

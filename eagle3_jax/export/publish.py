@@ -14,7 +14,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HTTPError
 
-from eagle3_jax.config import CardConfig, RunConfig, TrainConfig
+from eagle3_jax.config import CardConfig, RunConfig
 from eagle3_jax.formats import compatibility, files, heads
 from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS
 from eagle3_jax.formats.serving import Serving, serving
@@ -115,12 +115,11 @@ def card(
         "exported": exported,
         "label": flags.label,
         "prepared": _results(stages, "prepare"),
-        # What a report of an earlier version does not have.
-        "provenance": stages.get("extract", {}).get("results", {}).get("train", {}).get("provenance", {}),
-        "prompts": _prompts(report.get("prompts_file"), prepared["files"]["held_out.jsonl"]),
+        "provenance": _results(stages, "extract")["train"]["provenance"],
+        "prompts": _prompts(report["prompts_file"], prepared["files"]["held_out.jsonl"]),
         "report": report,
         "trained": trained,
-        "training": {name: trained["train"].get(name, getattr(TrainConfig(), name)) for name in settings},
+        "training": {name: trained["train"][name] for name in settings},
     }
     filters = {"counts": _counts, "json": json.dumps, "number": _number}
     return str(huggingface_hub.ModelCard.from_template(data, str(_TEMPLATE), **values, **filters))
@@ -151,9 +150,7 @@ def _of_heads(report: dict[str, Any]) -> dict[str, Any]:
     return {name: way for name, way in report["drafts"].items() if way["draft"]["files"]}
 
 
-def _prompts(file: dict[str, str] | None, held_out: str) -> str:
-    if file is None:  # a report of an earlier version
-        return "Prompts"
+def _prompts(file: dict[str, str], held_out: str) -> str:
     name, digest = file["name"], file["sha256"]
     return "Held-out prompts" if digest == held_out else f"Prompts of {name} (sha256 `{digest}`)"
 

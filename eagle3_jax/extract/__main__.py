@@ -78,7 +78,7 @@ def extract(config: RunConfig, target: Target | None = None) -> None:
     if config.extract.mix is not None:
         mix = processes.agree(lambda: mixing.wanted(config.extract.mix or {})) | {"seed": config.seed}
         identity["mix"] = mix
-    with manifest.claim(folder, identity, newer=("states",)) as finished:
+    with manifest.claim(folder, identity) as finished:
         if finished:
             processes.say(f"extract: {folder} is finished already")
         else:
@@ -212,9 +212,9 @@ def _summarise(folder: disk.Path) -> dict[str, Any]:
         temporary.write_text("".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects))
     provenance: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     categories: collections.Counter[str] = collections.Counter()
-    for notes in all_notes:  # those of earlier versions lack both
-        categories.update(notes.get("categories", {}))
-        for source, licenses in notes.get("provenance", {}).items():
+    for notes in all_notes:
+        categories.update(notes["categories"])
+        for source, licenses in notes["provenance"].items():
             provenance[source].update(licenses)
     computed = sum(notes["computed_tokens"] for notes in all_notes)
     kept = sum(notes["tokens"] for notes in all_notes)

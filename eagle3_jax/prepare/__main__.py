@@ -23,8 +23,6 @@ from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK
 from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
-_LATER = ("weights", "quantise_vocabulary")  # options of a target of later versions
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb from its command line."""
@@ -90,13 +88,8 @@ def _identity(config: RunConfig) -> dict[str, Any]:
     section = config.prepare
     # The forms make the same: one goes on where the other has finished.
     what = {name: value for name, value in run_file.to_dict(section).items() if name not in ("runner", "beam_options")}
-    for source in what["sources"]:  # older manifests name neither a licence nor an engine
-        if source.get("license") is None:
-            source.pop("license", None)
     service = what.pop("cloud_dlp")
-    if section.personal_data_engine == "presidio":
-        del what["personal_data_engine"]
-    else:
+    if section.personal_data_engine == "cloud_dlp":
         what["cloud_dlp"] = {name: service[name] for name in ("location", "info_types", "min_likelihood")}
     identity: dict[str, Any] = {"verb": "prepare", "prepare": what, "seed": config.seed}
     identity["inputs"] = {}
@@ -108,9 +101,7 @@ def _identity(config: RunConfig) -> dict[str, Any]:
             except OSError as error:
                 raise ValueError(f"prepare.{name}: got {path!r} ({error.strerror})") from error
     if any(isinstance(source, SelfSource) for source in section.sources):
-        target = run_file.to_dict(config.target)
-        # Manifests of earlier versions do not name what was not there.
-        identity["target"] = {name: x for name, x in target.items() if x or name not in _LATER}
+        identity["target"] = run_file.to_dict(config.target)
     return identity
 
 

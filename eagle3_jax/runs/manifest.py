@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from eagle3_jax.runs import disk, processes
@@ -29,14 +29,12 @@ class ManifestError(ValueError):
 
 
 @contextlib.contextmanager
-def claim(
-    folder: str | disk.Path, identity: dict[str, Any], newer: Collection[str] = (), place: str = "run_dir"
-) -> Iterator[bool]:
+def claim(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_dir") -> Iterator[bool]:
     """Locks `folder` for the work that `identity` describes.
 
     Args:
         identity: see `begin`. The same on all processes of the run.
-        newer, place: see `begin`.
+        place: see `check_same`.
 
     Yields:
         True when the folder already holds the finished result, so that there is nothing to do.
@@ -47,21 +45,18 @@ def claim(
     """
     identity = json.loads(json.dumps(identity))
     with disk.lock(folder):
-        answer = processes.agree(lambda: {"finished": begin(folder, identity, newer, place), "identity": identity})
+        answer = processes.agree(lambda: {"finished": begin(folder, identity, place), "identity": identity})
         if differing := list(_differences(answer["identity"], identity)):
             lines = "\n".join(f"  {field}: process 0 has {old!r}, this one {new!r}" for field, old, new in differing)
             raise ManifestError(f"{folder}: the processes of this run were not started alike:\n{lines}")
         yield answer["finished"]
 
 
-def begin(
-    folder: str | disk.Path, identity: dict[str, Any], newer: Collection[str] = (), place: str = "run_dir"
-) -> bool:
+def begin(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_dir") -> bool:
     """Writes the manifest of unfinished work into `folder`, or compares the one that is there. See `claim`.
 
     Args:
         identity: all that decides the result: verb, config sections, input digests, target identity. JSON-ready.
-        newer: fields that manifests of earlier versions lack; there they are not compared.
         place: see `check_same`.
 
     Returns:
@@ -75,8 +70,7 @@ def begin(
     identity = json.loads(json.dumps(identity))
     if path.exists():
         found = load(path)
-        known = {name: value for name, value in identity.items() if name not in newer or name in found["identity"]}
-        check_same(folder, found["identity"], known, place)
+        check_same(folder, found["identity"], identity, place)
         return bool(found.get("finished"))
     disk.make_folder(folder)
     disk.write_sealed(path, {"format": FORMAT, "finished": False, "identity": identity, "versions": versions()})

@@ -59,14 +59,6 @@ _WATCHING = (
     "accumulate",
     "wandb",
 )
-# Options of earlier versions at the values that are fixed now: manifests name them.
-_FIXED = {"weight_decay": 0.0, "clip_norm": 0.5, "b1": 0.9, "b2": 0.95}
-# Options of later versions at the values that earlier ones had: manifests do not name them.
-_LATER = {
-    "draft": {"kind": "eagle3", "num_layers": 5, "block_size": 8, "mask_token_id": None}
-    | dict.fromkeys(("layer_types", "sliding_window", "is_causal")),
-    "train": {"anchors": 256, "block_weights": "d-pace", "loss_decay_gamma": 4.0, "dpace_alpha": 0.5},
-}
 KEPT_CHECKPOINTS = 2  # the newest, beside the best
 # Steps that may be on their way to the device; each holds its batch.
 IN_FLIGHT = 2
@@ -110,8 +102,8 @@ def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
         "verb": "train",
         "features": manifest.fingerprint(made_from),
         "target": target.identity,
-        "draft": _named("draft", run_file.to_dict(config.draft)),
-        "train": _FIXED | _named("train", run_file.to_dict(run), but=(*_WATCHING, "features")),
+        "draft": run_file.to_dict(config.draft),
+        "train": {name: x for name, x in run_file.to_dict(run).items() if name not in (*_WATCHING, "features")},
         "online": online,
         "seed": config.seed,
     }
@@ -128,17 +120,11 @@ def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
     other = "run_dir"
     if not disk.is_remote(features):
         other += f"; its features may be a link to these: ln -s {features.resolve()} RUN_DIR/features"
-    with manifest.claim(folder, identity, newer=("served_prompts", "online"), place=other) as finished:
+    with manifest.claim(folder, identity, place=other) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")
             return manifest.read(folder, made_by="train")["results"]
         return _train(config, target, kind, mesh, warm)
-
-
-def _named(section: str, values: dict[str, Any], but: Sequence[str] = ()) -> dict[str, Any]:
-    """Selects the options of a section that manifests name."""
-    later = _LATER[section].items()
-    return {name: x for name, x in values.items() if name not in but and (name, x) not in later}
 
 
 def _train(

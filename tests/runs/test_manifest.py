@@ -44,15 +44,6 @@ def test_other_work_is_refused_field_by_field(tmp_path):
     assert "verb" not in message
 
 
-def test_a_field_that_an_earlier_version_did_not_write_is_not_compared(tmp_path):
-    manifest.begin(tmp_path / "old", IDENTITY)
-    newer = IDENTITY | {"head": 1}
-    assert manifest.begin(tmp_path / "old", newer, ("head",)) is False
-    manifest.begin(tmp_path / "new", newer)
-    with pytest.raises(ManifestError, match="head: found 1, expected 2"):
-        manifest.begin(tmp_path / "new", IDENTITY | {"head": 2}, ("head",))
-
-
 def test_unfinished_and_missing_inputs_are_refused(tmp_path):
     with pytest.raises(ManifestError, match=r"not found, expected the output of `python -m eagle3_jax\.extract`"):
         manifest.read(tmp_path, "extract")

