@@ -1,11 +1,12 @@
 """`python -m eagle3_jax.report`: a run's measurements as a table, as `report.json` and as a picture.
 
-With `--data`: a page about what the run learns from, `data.html`, once `prepare` has finished.
+With `--data`: tables of what the run learns from, once `prepare` has finished.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import pathlib
@@ -13,13 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle3_jax.config import FOLDERS, RunConfig
-from eagle3_jax.data import page
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
-# Okabe and Ito's palette: distinct with any colour vision, and in grey by lightness.
-COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}
-GREYS = (COLOURS["vanilla"], "#7D838C", "#4A4F57")  # groups of vanilla decoding with different settings
-OTHERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _KEYS = ("identity", "config", "categories", "seconds", "hardware", "versions")
 _NUMBERS = ("tau", "alpha", "speedup", "tokens_per_second", "identical", "prompts", "rounds", "tokens")
 _SETTINGS = ("temperature", "max_tokens", "batch_size")
@@ -31,8 +27,8 @@ def run(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         The content of `report.json`: `drafts` (one entry per file of the evaluation folder, e.g. "chain", "tree", each
-        overall and per category, with its `draft`, `settings`, `hardware` and `versions`), `vanilla` (see `assemble`),
-        `stages` (manifests' results and seconds), `target`, `prompts_file`.
+        overall and per category, with its `draft`, `settings`, `hardware` and `versions`), `stages` (manifests' results
+        and seconds), `target`, `prompts_file`.
 
     Raises:
         ValueError: no evaluation yet, or evaluations of different targets or prompts.
@@ -47,30 +43,58 @@ def run(config: RunConfig) -> dict[str, Any]:
     return report
 
 
-def data(config: RunConfig) -> disk.Path:
-    """Writes `data.html` into the run's folder, from the manifests of the stages that have finished. Returns its path.
+def data(config: RunConfig) -> str:
+    """Formats what the run learns from as tables, from the manifests of the stages that have finished.
 
     Raises:
         ManifestError: `prepare` has not finished.
     """
-    prepared = manifest.read(config.folder("prepare"), "prepare", verify=False)
-    later: dict[str, dict[str, Any]] = {}
-    for verb in ("regenerate", "extract"):
-        with contextlib.suppress(manifest.ManifestError):  # not run, or still running
-            later[verb] = manifest.read(config.folder(verb), verb, verify=False)
-    path = config.run_folder / "data.html"
-    with disk.lock(path), disk.atomic(path) as temporary:
-        temporary.write_text(
-            page.html(config.run_folder.name, prepared, later.get("regenerate"), later.get("extract")), encoding="utf-8"
-        )
-    return path
+    prompts = manifest.read(config.folder("prepare"), "prepare", verify=False)["results"]
+    later = {verb: stage["results"] for verb, stage in _stages(config).items() if "results" in stage}
+    answers, features = (later.get(verb, {}).get("train", {}) for verb in ("regenerate", "extract"))
+
+    def licences(found: dict[str, dict[str, int]]) -> dict[str, int]:
+        return {f"{source}, {license}": count for source, of in found.items() for license, count in of.items()}
+
+    def medians(found: dict[str, dict[str, int]]) -> dict[str, int]:
+        return {category: _middle(counts) for category, counts in found.items()}
+
+    tables: dict[str, dict[str, dict[str, int]]] = {
+        "prompts": {"": {"read": sum(prompts["sources"].values()), **prompts["prompts"]}},
+        "left out": {"prompts": prompts["rejected"]},
+        "category": {
+            "to train": prompts["categories"]["train"],
+            "held out": prompts["categories"]["held_out"],
+            "tokens of answers": features.get("categories", {}),
+            "characters, median": medians(prompts["characters"]),
+            "tokens of an answer, median": medians(answers.get("answer_lengths", {})),
+        },
+        "personal data": {"findings": prompts["personal_data"]},
+        "source, licence": {
+            "prompts": licences(prompts["provenance"]),
+            "conversations to train": licences(features.get("provenance", {})),
+        },
+    }
+    lines = []
+    for title, columns in tables.items():
+        columns = {name: counts for name, counts in columns.items() if counts}
+        names = dict.fromkeys(name for counts in columns.values() for name in counts)
+        rows = [(name, *(f"{counts.get(name, 0):,}" for counts in columns.values())) for name in names]
+        lines += [*command.aligned([(title, *columns), *rows]), ""] if rows else []
+    if coverage := later.get("extract", {}).get("draft_vocabulary_coverage"):
+        lines.append(f"the draft vocabulary holds {100 * coverage:.2f} % of the tokens of answers")
+    return "\n".join(lines)
+
+
+def _middle(counts: dict[str, int]) -> int:
+    """Returns the least bound within which half of all are."""
+    ordered = sorted((int(bound), count) for bound, count in counts.items())
+    seen = itertools.accumulate(count for _, count in ordered)
+    return next(bound for (bound, _), n in zip(ordered, seen, strict=True) if 2 * n >= sum(counts.values()))
 
 
 def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Puts evaluation reports (name -> report of `evaluate`) and stages together.
-
-    `vanilla` has an entry for each group of evaluations (`of`) with the same settings, hardware and versions. Its rates
-    are means over the group, weighted by time: each evaluation measured vanilla decoding anew, beside its own draft.
 
     Raises:
         ValueError: the evaluations measured different targets or prompts.
@@ -82,48 +106,21 @@ def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str,
             if found != expected:
                 raise ValueError(f"evaluation/{name}.json: {field}: found {found!r}, expected {expected!r}")
 
-    def numbers(part: dict[str, Any]) -> dict[str, Any]:
-        return {key: part[key] for key in _NUMBERS}
+    def picked(part: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+        return {key: part[key] for key in keys}
 
-    def settings(evaluation: dict[str, Any]) -> dict[str, Any]:
-        return {key: evaluation["config"]["evaluate"][key] for key in _SETTINGS}
-
-    def mean(parts: Sequence[dict[str, Any]]) -> float:
-        seconds = [part["seconds"]["vanilla"] for part in parts]
-        rates = [part["tokens_per_second"]["vanilla"] for part in parts]
-        return sum(r * s for r, s in zip(rates, seconds, strict=True)) / sum(seconds)
-
-    def vanilla(names: Sequence[str]) -> dict[str, Any]:
-        members = [evaluations[name] for name in names]
-        measured = {category: None for member in members for category in member["categories"]}
+    def draft(evaluation: dict[str, Any]) -> dict[str, Any]:
+        asked = evaluation["config"]["evaluate"]
         return {
-            "of": list(names),
-            "tokens_per_second": mean(members),
-            "categories": {
-                category: mean([m["categories"][category] for m in members if category in m["categories"]])
-                for category in measured
-            },
+            **picked(evaluation, (*_NUMBERS, "hardware", "versions")),
+            "tree": asked["tree"],
+            "draft": evaluation["identity"]["draft"],
+            "settings": picked(asked, _SETTINGS),
+            "categories": {name: picked(part, _NUMBERS) for name, part in evaluation["categories"].items()},
         }
 
-    def machine(evaluation: dict[str, Any]) -> dict[str, Any]:
-        return {key: evaluation[key] for key in ("hardware", "versions")}
-
-    alike: dict[str, list[str]] = {}
-    for name, evaluation in evaluations.items():
-        alike.setdefault(json.dumps(settings(evaluation) | machine(evaluation), sort_keys=True), []).append(name)
     return {
-        "vanilla": [vanilla(names) for names in alike.values()],
-        "drafts": {
-            name: numbers(evaluation)
-            | machine(evaluation)
-            | {
-                "tree": evaluation["config"]["evaluate"]["tree"],
-                "draft": evaluation["identity"]["draft"],
-                "settings": settings(evaluation),
-                "categories": {c: numbers(part) for c, part in evaluation["categories"].items()},
-            }
-            for name, evaluation in evaluations.items()
-        },
+        "drafts": {name: draft(evaluation) for name, evaluation in evaluations.items()},
         "target": first["identity"]["target"],
         "prompts_file": first["identity"]["prompts_file"],
         "stages": stages,
@@ -171,97 +168,64 @@ def table(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws tokens/s per category (left) and acceptance per draft position (right) as a PNG."""
-    import matplotlib
+    """Draws the speed-up per category (left) and acceptance per draft position (right) as a PNG."""
     from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
     drafts = report["drafts"]
-    colours = COLOURS | dict(zip([name for name in drafts if name not in COLOURS], OTHERS * 9, strict=False))
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "font.family": "DejaVu Sans",
-        "axes.edgecolor": "#8A8F98",
-        "text.color": "#1F2328",
-    }
-    style |= {"axes.labelcolor": "#1F2328", "xtick.color": "#424A53", "ytick.color": "#424A53"}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(11, 4.6), facecolor="white")
-        left, right = figure.subplots(1, 2, width_ratios=(2.3, 1))
-        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.06, wspace=0.05)
-        _draw_rates(left, report, colours)
-        _draw_acceptance(right, drafts, colours)
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(length=0)
-        right.grid(axis="y", color="#E6E8EB", linewidth=0.8)  # bars on the left are labelled
-        numbers = "      ".join(
-            f"{name}: speed-up {_number(draft['speedup'], 2, 'x')}, tau {_number(draft['tau'], 2)}, "
-            f"identical {_identical(draft)}"
-            for name, draft in drafts.items()
-        )
-        title = ": ".join(filter(None, [f"{report['target']['name']} with drafts", headline(report)]))
-        figure.suptitle(f"{title}\n", x=0.012, ha="left", weight="bold", fontsize=13)
-        figure.text(0.012, 0.925, numbers, ha="left", va="top", fontsize=min(10.5, 26 / len(drafts)))
-        machines = _of_each(drafts, lambda draft: f"{_machine(draft)}, {report['target']['dtype']}")
-        said = "\n".join([*machines, *_of_each(drafts, _settings)])
-        figure.supxlabel(said, fontsize=8.5, color="#6E7781")
-        figure.savefig(path, dpi=150, format="png")
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2.3, 1))
+    _draw_speedups(left, drafts)
+    _draw_acceptance(right, drafts)
+    for axes in (left, right):
+        axes.legend(loc="upper right", frameon=False, ncols=3)
+        axes.spines[["top", "right"]].set_visible(False)
+    numbers = "      ".join(
+        f"{name}: speed-up {_number(draft['speedup'], 2, 'x')}, tau {_number(draft['tau'], 2)}, "
+        f"identical {_identical(draft)}"
+        for name, draft in drafts.items()
+    )
+    title = ": ".join(filter(None, [f"{report['target']['name']} with drafts", headline(report)]))
+    figure.suptitle(f"{title}\n", x=0.012, ha="left", weight="bold", fontsize=13)
+    figure.text(0.012, 0.925, numbers, ha="left", va="top", fontsize=min(10.5, 26 / len(drafts)))
+    machines = _of_each(drafts, lambda draft: f"{_machine(draft)}, {report['target']['dtype']}")
+    figure.supxlabel("\n".join([*machines, *_of_each(drafts, _settings)]), fontsize=8.5, color="gray")
+    figure.savefig(path, dpi=150, format="png")
 
 
-def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> None:
-    drafts, several = report["drafts"], len(report["vanilla"]) > 1
+def _draw_speedups(axes: Any, drafts: dict[str, Any]) -> None:
     categories = list(dict.fromkeys(category for draft in drafts.values() for category in draft["categories"]))
-    bars = {}
-    for vanilla, grey in zip(report["vanilla"], GREYS * 9, strict=False):
-        name = f"vanilla, as {', '.join(vanilla['of'])}" if several else "vanilla"
-        colours = colours | {name: grey}
-        bars[name] = [vanilla["tokens_per_second"], *(vanilla["categories"].get(c, math.nan) for c in categories)]
-    for name, draft in drafts.items():
+    width, crowded = 0.8 / len(drafts), len(categories) > _UPRIGHT
+    for number, (name, draft) in enumerate(drafts.items()):
         parts = [draft, *map(draft["categories"].get, categories)]  # an evaluation of few prompts may lack a category
-        bars[name] = [part["tokens_per_second"]["speculative"] or 0.0 if part else math.nan for part in parts]
-    width = 0.8 / len(bars)
-    places = [0.0, *(1.25 + i for i in range(len(categories)))]  # a gap between all and the categories
-    for i, (name, rates) in enumerate(bars.items()):
-        offset = (i - (len(bars) - 1) / 2) * width
-        drawn = axes.bar([place + offset for place in places], rates, width * 0.94, color=colours[name], label=name)
-        room = {"fontsize": 8} if len(categories) <= _UPRIGHT else {"fontsize": 6, "rotation": 90}
-        axes.bar_label(drawn, fmt="%.0f", padding=2, color="#424A53", **room)
-    axes.set_xticks(places, [label.replace("_", "\n") for label in ("all prompts", *categories)])
-    if len(categories) > _UPRIGHT:
-        axes.tick_params("x", rotation=35)
-    axes.get_xticklabels()[0].set_weight("bold")
-    axes.set_ylabel("tokens per second")
+        speedups = [part["speedup"] if part and part["speedup"] else math.nan for part in parts]
+        offset = (number - (len(drafts) - 1) / 2) * width
+        bars = axes.bar([place + offset for place in range(len(parts))], speedups, width * 0.94, label=name)
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7, rotation=90 if crowded else 0)
+    labels = [label.replace("_", "\n") for label in ("all prompts", *categories)]
+    axes.set_xticks(range(len(labels)), labels, rotation=35 if crowded else 0)
+    axes.set_ylabel("tokens per second, vanilla decoding = 1")
+    axes.axhline(1, color="gray", linewidth=1, linestyle="--")
     axes.margins(x=0.02, y=0.2)
-    axes.legend(loc="upper right", ncols=len(bars), frameon=False, fontsize=9.5, handlelength=1, columnspacing=1.2)
 
 
-def _draw_acceptance(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
+def _draw_acceptance(axes: Any, drafts: dict[str, Any]) -> None:
     # Where the engine chose among draft sizes, few rounds had the later positions at all.
     fixed = {name: draft for name, draft in drafts.items() if draft["tree"] != "auto"} or drafts
     longest = max(1, *(len(draft["alpha"]) for draft in fixed.values()))
-    for name, draft in fixed.items():
-        points = [(i, share) for i, share in enumerate(draft["alpha"], start=1) if share is not None]
-        axes.plot(
-            [i for i, _ in points],
-            [100 * share for _, share in points],
-            marker="os^Dv"[list(drafts).index(name) % 5],
-            markersize=7,
-            linewidth=2,
-            color=colours[name],
-            label=name,
-        )
-    axes.set_ylim(0, 100)
-    axes.set_xlim(0.7, longest + 0.3)
-    axes.set_xticks(range(1, longest + 1))
+    for number, name in enumerate(drafts):
+        if name in fixed:
+            shares = [math.nan if share is None else 100 * share for share in fixed[name]["alpha"]]
+            axes.plot(range(1, len(shares) + 1), shares, "o-", color=f"C{number}", label=name)
+    axes.set(ylim=(0, 100), xlim=(0.7, longest + 0.3), xticks=range(1, longest + 1))
     axes.yaxis.set_major_formatter("{x:.0f} %")
     axes.set_xlabel("draft position")
     axes.set_ylabel("accepted, of those that got there")
-    axes.legend(loc="upper right", frameon=False, fontsize=9.5, ncols=2)
+    axes.grid(axis="y", alpha=0.4)  # bars on the left are labelled
 
 
 def _evaluations(folder: disk.Path) -> dict[str, dict[str, Any]]:
     """Reads every report in the evaluation folder, by name, "chain" and "tree" first."""
-    paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem not in COLOURS, path.stem))
+    paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem not in ("chain", "tree"), path.stem))
     if not paths:
         raise ValueError(f"{folder}: no *.json, expected the output of `python -m eagle3_jax.evaluate`")
     found = {}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tiny
-from matplotlib import colors
 from matplotlib.figure import Figure
 
 from eagle3_jax import evaluate, report
@@ -86,9 +85,6 @@ def test_a_run_ends_in_a_report_and_a_picture(config: RunConfig, tmp_path: pathl
     for key in ("tau", "alpha", "speedup", "identical", "prompts", "tokens_per_second"):
         assert made["drafts"]["chain"][key] == chain[key]
         assert made["drafts"]["chain"]["categories"]["math"][key] == chain["categories"]["math"][key]
-    (vanilla,) = made["vanilla"]
-    assert vanilla["of"] == ["chain", "tree"]
-    assert vanilla["tokens_per_second"] == pytest.approx(chain["tokens_per_second"]["vanilla"])
     assert made["stages"]["prepare"] == {"seconds": 30.5, "results": {"train": 200}}
     assert made["stages"]["install"] == {"seconds": 90}
     assert made["prompts_file"] == chain["identity"]["prompts_file"]
@@ -151,8 +147,8 @@ def test_the_engine_s_own_choice_is_the_headline(config: RunConfig, tmp_path: pa
     said = f"{chosen['speedup']:.2f} times as fast as vanilla decoding"
     assert report.table(made).splitlines()[-1] == f"{said}, with what the engine chose"
     assert figures[0].get_suptitle().strip() == f"smollm2-135m-instruct with drafts: {said}"
-    rates, shares = figures[0].axes
-    assert "auto" in [bars.get_label() for bars in rates.containers]
+    speedups, shares = figures[0].axes
+    assert "auto" in [bars.get_label() for bars in speedups.containers]
     assert [line.get_label() for line in shares.lines] == ["chain", "tree"], "of mixed shapes no position is drawn"
 
 
@@ -160,32 +156,22 @@ def test_bars_and_points_of_the_picture_are_the_report_s_numbers(config, tmp_pat
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
     made = report.run(config)
-    rates, shares = figures[0].axes
+    speedups, shares = figures[0].axes
     monkeypatch.undo()
-    labels = dict(zip(rates.get_xticks(), [text.get_text() for text in rates.get_xticklabels()], strict=True))
-    drawn = {
-        (bars.get_label(), labels[min(labels, key=lambda x: abs(x - bar.get_x() - bar.get_width() / 2))]): bar
-        for bars in rates.containers
-        for bar in bars
-    }
-    categories = {"all prompts": None, "long\ncontext": "long_context"} | {c: c for c in CATEGORIES if "_" not in c}
-    assert drawn.keys() == {(name, label) for name in ("vanilla", "chain", "tree") for label in categories}
-    for (name, label), bar in drawn.items():
-        part = made["drafts"].get(name, made["vanilla"][0])
-        if category := categories[label]:
-            part = part["categories"][category]
-        rate = part if isinstance(part, float) else part["tokens_per_second"]
-        assert bar.get_height() == pytest.approx(rate if isinstance(rate, float) else rate["speculative"])
+    labels = [text.get_text().replace("\n", "_") for text in speedups.get_xticklabels()]
+    assert labels == ["all prompts", *CATEGORIES]
+    assert [bars.get_label() for bars in speedups.containers] == ["chain", "tree"]
+    for bars in speedups.containers:
+        draft = made["drafts"][bars.get_label()]
+        parts = [draft, *(draft["categories"][category] for category in CATEGORIES)]
+        assert [bar.get_height() for bar in bars] == pytest.approx([part["speedup"] for part in parts])
+    assert [line.get_label() for line in shares.lines] == ["chain", "tree"]
     for line in shares.lines:
         positions, percents = line.get_data()
         assert list(positions) == [1, 2, 3, 4]
         assert list(percents) == pytest.approx([100 * share for share in made["drafts"][line.get_label()]["alpha"]])
-    assert [line.get_label() for line in shares.lines] == ["chain", "tree"]
-    for axes, names in ((rates, ("vanilla", "chain", "tree")), (shares, ("chain", "tree"))):
-        artists = {bars.get_label(): bars.patches[0].get_facecolor() for bars in axes.containers}
-        artists |= {line.get_label(): line.get_color() for line in axes.lines}
-        assert [text.get_text() for text in axes.get_legend().get_texts()] == list(names)
-        assert {name: colors.to_hex(artists[name]) for name in names} == {n: report.COLOURS[n].lower() for n in names}
+    for axes in (speedups, shares):
+        assert {"chain", "tree"} <= {text.get_text() for text in axes.get_legend().get_texts()}
     headline = " ".join(text.get_text() for text in figures[0].texts)
     for name, draft in made["drafts"].items():
         assert f"{name}: speed-up {draft['speedup']:.2f}x, tau {draft['tau']:.2f}, identical 19/20" in headline
@@ -220,37 +206,15 @@ def test_each_evaluation_keeps_its_own_draft_and_settings(drawn) -> None:
     assert drawn(made).get_supxlabel().splitlines() == ["A CPU @ 2.60GHz, 2 cores, float32", *settings]
 
 
-def test_evaluations_of_other_settings_have_a_vanilla_rate_of_their_own(drawn) -> None:
-    chain, tree, wide = evaluation("chain"), evaluation("tree"), evaluation("chain")
-    wide["config"]["evaluate"]["batch_size"] = 8
-    wide["tokens_per_second"]["vanilla"] *= 4
-    made = report.assemble({"chain": chain, "tree": tree, "wide": wide}, {})
-    alone, together = made["vanilla"]
-    assert (alone["of"], together["of"]) == (["chain", "tree"], ["wide"])
-    assert together["tokens_per_second"] == pytest.approx(4 * alone["tokens_per_second"])
-    rates, _ = drawn(made).axes
-    labels = ["vanilla, as chain, tree", "vanilla, as wide", "chain", "tree", "wide"]
-    assert [bars.get_label() for bars in rates.containers] == labels
-    assert len({bars.patches[0].get_facecolor() for bars in rates.containers}) == 5
-
-
-@pytest.mark.parametrize(
-    "field, other", [("hardware", {"accelerator": "NVIDIA H200"}), ("versions", {"jax": "0.12.0"})]
-)
-def test_evaluations_of_other_machines_have_a_vanilla_rate_of_their_own(drawn, field, other) -> None:
+def test_evaluations_keep_the_machine_that_they_were_measured_on(drawn) -> None:
     chain, tree = evaluation("chain"), evaluation("tree")
-    tree[field] |= other
+    tree["hardware"] |= {"accelerator": "NVIDIA H200"}
     made = report.assemble({"chain": chain, "tree": tree}, {})
-    assert [vanilla["of"] for vanilla in made["vanilla"]] == [["chain"], ["tree"]]
-    assert made["drafts"]["tree"][field] == tree[field]
-    if field == "hardware":
-        lines = report.table(made).splitlines()
-        said = ["A CPU @ 2.60GHz, 2 cores", "NVIDIA H200, 2 cores"]
-        assert lines[-2:] == [
-            f"{name}: smollm2-135m-instruct in float32 on {x}" for name, x in zip(TREES, said, strict=True)
-        ]
-        where = [f"{name}: {x}, float32" for name, x in zip(TREES, said, strict=True)]
-        assert drawn(made).get_supxlabel().splitlines()[:2] == where
+    lines = report.table(made).splitlines()
+    machines = {"chain": "A CPU @ 2.60GHz, 2 cores", "tree": "NVIDIA H200, 2 cores"}
+    assert lines[-2:] == [f"{name}: smollm2-135m-instruct in float32 on {one}" for name, one in machines.items()]
+    where = [f"{name}: {one}, float32" for name, one in machines.items()]
+    assert drawn(made).get_supxlabel().splitlines()[:2] == where
 
 
 def test_one_category_is_one_row() -> None:
@@ -268,11 +232,10 @@ def test_an_evaluation_of_few_prompts_has_no_bar_of_other_categories(drawn, orde
     few["categories"] = {"code": few["categories"]["code"]}
     evaluations = {"chain": evaluation("chain"), "few": few}
     made = report.assemble({name: evaluations[name] for name in order}, {})
-    assert set(made["vanilla"][0]["categories"]) == set(CATEGORIES)
-    rates, _ = drawn(made).axes
-    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in rates.containers}
+    speedups, _ = drawn(made).axes
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in speedups.containers}
     assert sum(height == height for height in heights["few"]) == 2, "all prompts, and code"
-    assert all(height == height for height in heights["chain"] + heights["vanilla"])
+    assert all(height == height for height in heights["chain"])
 
 
 def test_an_evaluation_without_rounds_is_dashes(drawn) -> None:
@@ -317,17 +280,31 @@ def test_an_evaluation_that_is_none_is_refused_by_name(tmp_path, content):
         report.run(config)
 
 
-def test_a_page_about_the_data_needs_finished_prompts_alone(tmp_path: pathlib.Path, capsys) -> None:
+def test_tables_of_the_data_need_finished_prompts_alone(tmp_path: pathlib.Path, capsys) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({"run_dir": str(tmp_path / "run")}))
     with pytest.raises(SystemExit, match=r"eagle3_jax.report: .*manifest.json: not found, expected the output of"):
         report.main(["--config", str(path), "--data"])
     prompts = tmp_path / "run" / FOLDERS["prepare"]
     begin(prompts, {"verb": "prepare", "prepare": {}})
-    counted = {"prompts": {"train": 3, "held_out": 1, "rejects": 0}, "sources": {"packaged": 4}, "rejected": {}}
-    counted |= {"categories": {"train": {"code": 3}, "held_out": {"code": 1}}, "personal_data": {}}
+    counted = {"prompts": {"train": 300, "held_out": 1, "rejects": 0}, "sources": {"packaged": 4000}, "rejected": {}}
+    counted |= {"categories": {"train": {"code": 300}, "held_out": {"rare": 1}}, "personal_data": {"EMAIL_ADDRESS": 7}}
+    counted |= {"provenance": {"packaged": {"mit": 301}}, "characters": {"code": {"64": 40, "1024": 26}}}
     finish(prompts, **counted)
-    report.main(["--config", str(path), "--data"])
-    page = tmp_path / "run/data.html"
-    assert capsys.readouterr().out == f"{page}\n"
-    assert "<h1>Data of run</h1>" in page.read_text() and not (tmp_path / "run/report.json").exists()
+
+    def shown() -> list[list[str]]:
+        report.main(["--config", str(path), "--data"])
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    rows = shown()
+    assert ["read", "4,000"] in rows and ["EMAIL_ADDRESS", "7"] in rows and ["packaged,", "mit", "301"] in rows
+    assert ["code", "300", "0", "64"] in rows and ["rare", "0", "1", "0"] in rows
+    assert not any("left" in row for row in rows), "nothing was left out"
+    features = tmp_path / "run" / FOLDERS["extract"]
+    begin(features, {"verb": "extract"})
+    learned = {"categories": {"code": 9876}, "provenance": {"packaged": {"mit": 299}}}
+    finish(features, train=learned, draft_vocabulary_coverage=0.975)
+    rows = shown()
+    assert ["code", "300", "0", "9,876", "64"] in rows and ["packaged,", "mit", "301", "299"] in rows
+    assert rows[-1] == "the draft vocabulary holds 97.50 % of the tokens of answers".split()
+    assert not (tmp_path / "run/report.json").exists()

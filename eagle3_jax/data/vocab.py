@@ -55,14 +55,3 @@ def coverage(counts: Integer[np.ndarray, " v"], token_ids: Int32[np.ndarray, " s
     """Returns the share of counted tokens inside the draft vocabulary; 1.0 without counts."""
     total = int(counts.sum())
     return float(counts[token_ids].sum()) / total if total else 1.0
-
-
-def coverage_by_size(counts: Integer[np.ndarray, " v"], size: int) -> dict[str, float]:
-    """Returns the share of counted tokens inside vocabularies of other sizes, of the most frequent tokens.
-
-    Args:
-        size: the chosen one; the others are powers of two from 256 on, and all of the target's.
-    """
-    shares = np.cumsum(np.sort(counts)[::-1]) / max(1, int(counts.sum()))
-    sizes = sorted({size, len(counts), *(1 << power for power in range(8, len(counts).bit_length()))})
-    return {str(some): round(float(shares[some - 1]), 6) for some in sizes if some <= len(counts)}

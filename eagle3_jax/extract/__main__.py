@@ -130,7 +130,6 @@ def _finish(
         folder,
         files=[vocab.NAME, *sidecars],
         draft_vocabulary_coverage=vocab.coverage(counts, token_ids),
-        coverage_by_size=vocab.coverage_by_size(counts, len(token_ids)),
         **({"mix": mix} if mix else {}),
         **results,
     )

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from eagle3_jax.data import filters, languages, sources
+from eagle3_jax.data import filters, sources
 
 TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
 WORK = "beam"  # folder of what the Beam form keeps until it has finished
@@ -27,7 +27,6 @@ class Result:
         read: records of each source.
         rejected: of each reason.
         personal: findings of each kind of personal data.
-        languages: of the prompts that are kept, by `data.languages`.
         categories: of the prompts of TRAIN and of HELD_OUT.
         provenance: prompts that are kept of each source, by their licences.
         lengths: prompts that are kept of each category, by the least power of two not below their characters.
@@ -37,7 +36,6 @@ class Result:
     read: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     personal: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    languages: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     categories: dict[str, collections.Counter[str]] = dataclasses.field(
         default_factory=lambda: {TRAIN: collections.Counter(), HELD_OUT: collections.Counter()}
     )
@@ -57,11 +55,10 @@ class Result:
         self.categories[name][category] += 1
         self.provenance[prompt["source"]][prompt.get("license", sources.UNSTATED)] += 1
         self.lengths[category][str(1 << max(0, len(text) - 1).bit_length())] += 1
-        self.languages[languages.language(filters.questions(prompt["messages"])[1])] += 1
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Adds the counts of a part: fields of this class, as JSON."""
-        for name in ("read", "rejected", "personal", "languages"):
+        for name in ("read", "rejected", "personal"):
             getattr(self, name).update(part[name])
         for name in ("categories", "provenance", "lengths"):
             for key, found in part[name].items():
@@ -76,7 +73,6 @@ class Result:
             "rejected": dict(self.rejected),
             "personal_data": dict(self.personal),
             "provenance": {source: dict(found) for source, found in self.provenance.items()},
-            "languages": dict(self.languages),
             "characters": {category: dict(found) for category, found in self.lengths.items()},
         }
 

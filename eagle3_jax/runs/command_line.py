@@ -70,7 +70,7 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", action="store_true", help="writes a page about the run's data instead, data.html")
+    parser.add_argument("--data", action="store_true", help="prints tables of what the run learns from instead")
 
 
 def _decode(parser: argparse.ArgumentParser) -> None:

@@ -48,18 +48,3 @@ def test_coverage_is_the_share_of_what_was_counted():
     counts = np.array([1, 0, 6, 3])
     assert vocab.coverage(counts, np.array([0, 2], np.int32)) == pytest.approx(0.7)
     assert vocab.coverage(np.zeros(4, np.int64), np.array([0], np.int32)) == 1.0
-
-
-@examples(100)
-@given(counts=COUNTS, data=st.data())
-def test_coverage_by_size_is_that_of_each_size(counts, data):
-    size = data.draw(st.integers(1, len(counts)))
-    found = vocab.coverage_by_size(counts, size)
-    assert {size, len(counts)} == {int(name) for name in found}  # 256 and more are beyond so few
-    for some, share in found.items():
-        chosen = vocab.choose_draft_vocabulary(counts, int(some))
-        assert share == pytest.approx(vocab.coverage(counts, chosen) if counts.sum() else 0.0, abs=1e-6)
-
-
-def test_coverage_by_size_has_powers_of_two():
-    assert list(vocab.coverage_by_size(np.ones(1500, np.int64), 700)) == ["256", "512", "700", "1024", "1500"]
