@@ -39,14 +39,14 @@ def _decode(config: RunConfig, prompts: str, compare: str | None) -> None:
 def _tune(config: RunConfig, prompts: str) -> None:
     report, folder = tune.run(config, prompts), config.folder("benchmark")
     if processes.index() == 0:
-        print(f"{tune.table(report)}\n\n{folder / 'tune.jsonl'}\n{folder / 'tuned.yaml'}")
+        print(f"{tune.table(report)}\n\n{folder / 'tune.json'}\n{folder / 'tuned.yaml'}")
 
 
 def _serve(config: RunConfig, prompts: str, others: dict[str, str], keys: dict[str, str]) -> None:
     from eagle3_jax.benchmark import servers  # needs the extra `report`, which `--help` does not
 
     report, folder = servers.run(config, prompts, others, keys), config.folder("benchmark")
-    print(f"{servers.table(report)}\n{folder / 'serve.json'}\n{folder / 'serve.html'}")
+    print(f"{servers.table(report)}\n{folder / 'serve.json'}")
 
 
 def _named(flag: str, pairs: Sequence[str], expected: str, beginnings: tuple[str, ...] = ("",)) -> dict[str, str]:

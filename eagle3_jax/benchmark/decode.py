@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import random
@@ -290,19 +291,6 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     return tokens[: stop + 1]
 
 
-def write_records(path: disk.Path, report: dict[str, Any], ways: str) -> None:
-    """Writes a record for each batch and draft size, as SGLang's bench_speculative.py does; vanilla has sizes of 0.
-
-    Args:
-        ways: key of a batch's measured sizes; others among them, such as "auto", have no record.
-    """
-    keys = (*SIZE.values(), "acc_length", "step_time", "speed", "completion_tokens")
-    found = [(batch["batch_size"], way) for batch in report["batches"] for way in batch[ways] if "steps" in way]
-    records = [{"batch_size": batch} | {key: way[key] for key in keys} for batch, way in found]
-    with disk.atomic(path) as temporary:
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 def table(report: dict[str, Any]) -> str:
     """Formats the report as fixed-width text, with the fastest way at each batch size."""
     head = ("", "tokens/s", "speed-up", "acc_length", "round ms", *profile.STAGES, "host", "bandwidth", "identical")
@@ -336,44 +324,28 @@ def table(report: dict[str, Any]) -> str:
 
 def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     """Draws each way's speed as a multiple of vanilla decoding's, over the batch size, as a PNG."""
-    import matplotlib
     from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
-    batches, hardware = report["batches"], report["hardware"]
-    sizes = [batch["batch_size"] for batch in batches]
-    speedups = [{way["name"]: way["speedup"] for way in batch["ways"]} for batch in batches]
-    names = list(dict.fromkeys(name for of_batch in speedups for name in of_batch))
-    colours = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#8A8F98")
-    style: dict[Any, Any] = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": "#8A8F98"}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9, 4.8), facecolor="white", layout="constrained")
-        axes = figure.subplots()
-        others = [name for name in names if name not in (AUTO, VANILLA)]
-        for number, name in enumerate([*others, VANILLA, AUTO]):
-            points = [(i, of_batch[name]) for i, of_batch in enumerate(speedups) if name in of_batch]
-            own = {AUTO: ("#0072B2", 3.5), VANILLA: ("#1F2328", 1.5)}
-            colour, width = own.get(name, (colours[number % len(colours)], 1.4))
-            marker = "osD^vPX"[number % 7]
-            line = "--" if name == VANILLA else "-"
-            axes.plot(*zip(*points, strict=True), line, marker=marker, color=colour, linewidth=width, label=name)
-        axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-        axes.set_xlabel("batch size")
-        axes.set_ylabel("tokens per second, vanilla decoding = 1")
-        axes.set_ylim(bottom=0)
-        axes.grid(axis="y", color="#E6E8EB", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
-        simulated = report["benchmark"]["simulated_acceptance"]
-        title = f"{report['target']['name']}: every draft size, and the engine's choice"
-        axes.set_title(title, loc="left", weight="bold", fontsize=12)
-        where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
-        how = "" if simulated is None else f" · acceptance simulated: {simulated:g}"
-        figure.supxlabel(
-            f"{where} · {report['target']['dtype']} · temperature {report['benchmark']['temperature']:g}{how}",
-            fontsize=8.5,
-            color="#6E7781",
-        )
-        figure.savefig(path, dpi=150, format="png")
+    hardware, settings = report["hardware"], report["benchmark"]
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    axes = figure.subplots()
+    speedups = [{way["name"]: way["speedup"] for way in batch["ways"]} for batch in report["batches"]]
+    for number, name in enumerate(dict.fromkeys(name for of_batch in speedups for name in of_batch)):
+        values = [of_batch.get(name, math.nan) for of_batch in speedups]  # some ways are of small batches alone
+        axes.plot(values, marker="osD^vPX"[number % 7], linewidth=3 if name == AUTO else 1.4, label=name)
+    axes.set_xticks(range(len(speedups)), [str(batch["batch_size"]) for batch in report["batches"]])
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("tokens per second, vanilla decoding = 1")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.4)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    axes.set_title(f"{report['target']['name']}: every draft size, and the engine's choice", loc="left", weight="bold")
+    simulated = settings["simulated_acceptance"]
+    where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
+    how = "" if simulated is None else f" · acceptance simulated: {simulated:g}"
+    said = f"{where} · {report['target']['dtype']} · temperature {settings['temperature']:g}{how}"
+    figure.supxlabel(said, fontsize=8.5, color="gray")
+    figure.savefig(path, dpi=150, format="png")
 
 
 def size(tier: Tier) -> dict[str, int]:
@@ -384,7 +356,11 @@ def size(tier: Tier) -> dict[str, int]:
 def _write(folder: disk.Path, report: dict[str, Any]) -> None:
     with disk.lock(folder / "decode.json"):
         disk.write_json(folder / "decode.json", report)
-        write_records(folder / "decode.jsonl", report, "ways")
+        keys = (*SIZE.values(), "acc_length", "step_time", "speed", "completion_tokens")
+        found = [(batch["batch_size"], way) for batch in report["batches"] for way in batch["ways"] if "steps" in way]
+        records = [{"batch_size": batch} | {key: way[key] for key in keys} for batch, way in found]
+        with disk.atomic(folder / "decode.jsonl") as temporary:  # vanilla decoding has sizes of 0
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
         with disk.atomic(folder / "decode.png") as temporary:
             draw(report, temporary)
 

@@ -4,8 +4,8 @@
 run already (`--compare NAME=URL`) are measured beside them. On CPUs all of them take turns, level by level, so that a
 slow minute of the machine meets each. An accelerator has room for one server: there the next starts when one has ended.
 
-The files lie in `<run_dir>/benchmark`: `serve.json`, all measurements, and `serve.html`, one page with the charts. The
-figures of a server are kept in `serve_<name>.json` after each level; a later run does not measure them again.
+All measurements lie in `<run_dir>/benchmark/serve.json`. The figures of a server are kept in `serve_<name>.json` after
+each level; a later run does not measure them again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import httpx2
 import yaml
 from tqdm import tqdm
 
-from eagle3_jax.benchmark import page, traffic
+from eagle3_jax.benchmark import traffic
 from eagle3_jax.benchmark.traffic import Prompt, Server, Timing
 from eagle3_jax.config import RunConfig, TrafficConfig, run_file
 from eagle3_jax.data import sources
@@ -95,8 +95,6 @@ def run(
     report = {**identity, "target": run_file.to_dict(config)["target"], "ways": ways}
     with disk.lock(folder / "serve.json"):
         disk.write_json(folder / "serve.json", report)
-        with disk.atomic(folder / "serve.html") as temporary:
-            temporary.write_text(page.html(report), encoding="utf-8")
     return report
 
 
@@ -149,10 +147,9 @@ def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: R
         servers: dict[str, Server] = {}
         for one in missing:
             command.stop_point()
-            server = stack.enter_context(one.server)
-            (first,) = asyncio.run(_drive(server, [prompts[0]], params, "concurrency", 1, seed))  # warms caches of code
-            counts_on = server.counts_on and traffic.COUNTS_ON not in (first.error or "")
-            servers[one.name], one.model = dataclasses.replace(server, counts_on=counts_on), server.model
+            servers[one.name] = server = stack.enter_context(one.server)
+            one.model = server.model
+            asyncio.run(_drive(server, [prompts[0]], params, "concurrency", 1, seed))  # warms caches of code
         cycle = itertools.cycle(prompts)
         for done, (kind, load) in enumerate(tqdm(loads, desc=", ".join(servers), disable=not servers)):
             count = max(settings.requests, 2 * int(load) if kind == "concurrency" else 0)
@@ -249,22 +246,25 @@ def found_at(url: str, key: str | None = None) -> Server:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Formats the report as fixed-width text."""
+    """Formats the report as fixed-width text; the speed-up is in the mean time per output token."""
     lines = []
+    asked = report["traffic"]
+    titles = [f"{n} client{'s' if n > 1 else ''}" for n in asked["concurrency"]]
+    titles += [f"{rate:g} requests a second" for rate in asked["rates"]]
     levels = zip(*(way["levels"] for way in report["ways"].values()), strict=True)
-    for title, of_ways in zip(page.titles(report["traffic"]), levels, strict=True):
+    for title, of_ways in zip(titles, levels, strict=True):
         rows: list[tuple[str, ...]] = [
             (title, "tokens/s", "TTFT ms", "p95", "TPOT ms", "p95", "p99", "speed-up", "identical", "failed")
         ]
         for name, level in zip(report["ways"], of_ways, strict=True):
-            ttft, tpot = level["ttft"], level["tpot"]
+            ttft, tpot, vanilla = level["ttft"], level["tpot"], of_ways[0]["tpot"]
             rows.append(
                 (
                     name,
                     f"{level['tokens_per_second']:.1f}",
                     *(f"{1e3 * x:.0f}" for x in (ttft["p50"], ttft["p95"])),
                     *("-" if tpot is None else f"{1e3 * tpot[p]:.1f}" for p in ("p50", "p95", "p99")),
-                    page.speed_up(of_ways[0], level),
+                    "-" if tpot is None or vanilla is None else f"{vanilla['mean'] / tpot['mean']:.2f}x",
                     f"{level['identical']}/{level['requests']}",
                     str(level["failed"]),
                 )

@@ -5,16 +5,15 @@ order drawn anew; so does the default, an engine of its own with `tree="auto"`. 
 beyond doubt leaves. The race ends when one is left, or after `benchmark.tune_turns`. The winner was chosen for its
 times, so they flatter it: its lead over the default is measured anew, on the prompts that come next.
 
-The files lie in `<run_dir>/benchmark`: `tune.json`; `tune.jsonl` in the format of SGLang's bench_speculative.py; and
-`tuned.yaml`, which `serve` and `evaluate` read: the run's config with the fastest sizes and the draft of the race.
+The files lie in `<run_dir>/benchmark`: `tune.json`, and `tuned.yaml` for `serve` and `evaluate`: the run's config
+with the fastest sizes and the draft of the race.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,37 +43,31 @@ FRESH_TURNS = 6  # behind the race, for its winner and the default alone
 CONFIDENCE = 0.95
 
 
-@dataclasses.dataclass
-class Race:
-    """Times of the sizes; in each turn all answered the same prompts.
+def ratio(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """Computes the speed-up over another size: the geometric mean over the turns that both had, and its interval.
 
-    Attributes:
-        taken: name -> seconds a token, for each turn that the size was in the race.
+    Args:
+        seconds, others: seconds a token in each turn; in a turn both answered the same prompts.
     """
+    logs = np.log([other / own for own, other in zip(seconds, others, strict=False)])
+    mean, half = float(np.mean(logs)), float("inf")
+    if len(logs) > 1:
+        half = float(special.stdtrit(len(logs) - 1, (1 + CONFIDENCE) / 2) * np.std(logs, ddof=1) / len(logs) ** 0.5)
+    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
-    taken: dict[str, list[float]]
 
-    def ratio(self, name: str, other: str) -> tuple[float, float, float]:
-        """Computes the speed-up of `name` over `other`: geometric mean over their common turns, and its interval."""
-        turns = min(len(self.taken[name]), len(self.taken[other]))
-        logs = np.log(self.taken[other][:turns]) - np.log(self.taken[name][:turns])
-        mean = float(np.mean(logs))
-        if turns < 2:
-            return float(np.exp(mean)), 0.0, float("inf")
-        half = float(special.stdtrit(turns - 1, (1 + CONFIDENCE) / 2)) * float(np.std(logs, ddof=1)) / turns**0.5
-        return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
+def leader(seconds: Mapping[str, Sequence[float]]) -> str:
+    """Returns the fastest size, by the geometric mean over the turns that all of these had."""
+    turns = min(map(len, seconds.values()))
+    return min(seconds, key=lambda name: float(np.mean(np.log(seconds[name][:turns]))))
 
-    def leader(self, among: Sequence[str]) -> str:
-        """Returns the fastest by the geometric mean over the turns that all of these had."""
-        turns = min(len(self.taken[name]) for name in among)
-        return min(among, key=lambda name: statistics.fmean(np.log(self.taken[name][:turns])))
 
-    def left(self, among: Sequence[str]) -> list[str]:
-        """Returns the sizes that may still be the fastest: the leader, and those not slower beyond doubt."""
-        leader = self.leader(among)
-        if len(self.taken[leader]) < LEAST_TURNS:
-            return list(among)
-        return [name for name in among if name == leader or self.ratio(name, leader)[2] >= 1]
+def left(seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    """Returns the sizes that may still be the fastest: the leader, and those not slower beyond doubt."""
+    best = seconds[leader(seconds)]
+    if len(best) < LEAST_TURNS:
+        return list(seconds)
+    return [name for name, own in seconds.items() if own is best or ratio(own, best)[2] >= 1]
 
 
 def run(config: RunConfig, prompts_path: str | disk.Path, target: Target | None = None) -> dict[str, Any]:
@@ -118,60 +111,50 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
     tiers = {tier.name: tier for tier in engine.tiers.tiers}
     racers: dict[str, tuple[Engine, Tier | None]] = {name: (engine, tier) for name, tier in tiers.items()}
     racers[decode.AUTO] = default, None
-    running, found = list(tiers), Race({name: [] for name in racers})
-    answers: dict[str, list[decode.Answers]] = {name: [] for name in found.taken}
     count = max(batch, settings.requests)
 
-    def take(turn: int, names: Sequence[str], race: Race) -> None:
+    def take(turn: int, names: Sequence[str], race: dict[str, list[float]]) -> None:
         prompts = what.asked(count, turn * count)
         for name in random.Random(turn).sample(names, len(names)):
             command.stop_point()
             answered, seconds = decode.decoding(*racers[name], prompts, params)()
-            race.taken[name].append(seconds / sum(map(len, answered.texts)))
+            race[name].append(seconds / sum(map(len, answered.texts)))
             if race is found:
-                answers[name].append(answered)
+                counts[name].append(answered.counts)
 
-    take(0, [*running, decode.AUTO], Race({name: [] for name in found.taken}))  # warm-up
+    running: list[str] = list(tiers)
+    found: dict[str, list[float]] = {name: [] for name in racers}
+    counts: dict[str, list[AcceptanceCounts]] = {name: [] for name in racers}
+    take(0, list(racers), {name: [] for name in racers})  # warm-up
     with tqdm(total=settings.tune_turns + FRESH_TURNS, desc=f"batch {batch}", disable=processes.index() > 0) as bar:
         for turn in range(settings.tune_turns):
             take(turn, [*running, decode.AUTO], found)
             bar.update()
-            running = found.left(running)
+            running = left({name: found[name] for name in running})
             if len(running) == 1:
                 break
-        best, raced = found.leader(running), len(found.taken[decode.AUTO])
-        lead = Race({best: [], decode.AUTO: []})
+        best, raced = leader({name: found[name] for name in running}), len(found[decode.AUTO])
+        lead: dict[str, list[float]] = {best: [], decode.AUTO: []}
         for turn in range(raced, raced + FRESH_TURNS):
-            take(turn, [best, decode.AUTO], lead)
+            take(turn, list(lead), lead)
             bar.update()
     sizes: list[dict[str, Any]] = []
     for name, tier in tiers.items():
-        counts = AcceptanceCounts.total(x.counts for x in answers[name])
-        speed = found.ratio(name, decode.VANILLA)
+        counted, speed = AcceptanceCounts.total(counts[name]), ratio(found[name], found[decode.VANILLA])
         sizes.append(
             {
                 "name": name,
                 **decode.size(tier),
-                "turns": len(found.taken[name]),
-                "acc_length": counts.tau if counts.rounds else None,
-                "completion_tokens": sum(len(text) for x in answers[name] for text in x.texts),
-                "step_time": engine.profile(tier).seconds,
-                "tokens_per_second": 1 / statistics.median(found.taken[name]),
+                "turns": len(found[name]),
+                "acc_length": counted.tau if counted.rounds else None,
+                "tokens_per_second": 1 / statistics.median(found[name]),
                 "speedup": speed[0],
                 "interval": speed[1:],
-                "behind": found.ratio(best, name)[0],
+                "behind": ratio(found[best], found[name])[0],
             }
         )
-    for size in sizes:
-        size["speed"] = (size["acc_length"] or 1.0) / size["step_time"]
-    ratio, *interval = lead.ratio(best, decode.AUTO)
-    return {
-        "batch_size": batch,
-        "best": best,
-        "undecided": [name for name in running if name != best],
-        "over_auto": {"ratio": ratio, "interval": interval},
-        "sizes": sizes,
-    }
+    over, *interval = ratio(*lead.values())
+    return {"batch_size": batch, "best": best, "over_auto": {"ratio": over, "interval": interval}, "sizes": sizes}
 
 
 def _default(engine: Engine) -> Engine:
@@ -226,10 +209,9 @@ def table(report: dict[str, Any]) -> str:
                 )
             )
         lines += [*command.aligned(rows), ""]
-        ratio, (low, high) = batch["over_auto"]["ratio"], batch["over_auto"]["interval"]
-        also = f"; not told apart from it: {', '.join(batch['undecided'])}" if batch["undecided"] else ""
-        said = f"{ratio:.2f} times as fast as the default, the engine's own choice"
-        best.append(f"batch {batch['batch_size']}: {batch['best']}, {said} (anew: {low:.2f} to {high:.2f}){also}")
+        over, (low, high) = batch["over_auto"]["ratio"], batch["over_auto"]["interval"]
+        said = f"{over:.2f} times as fast as the default, the engine's own choice"
+        best.append(f"batch {batch['batch_size']}: {batch['best']}, {said} (anew: {low:.2f} to {high:.2f})")
     return "\n".join([*lines, "fastest:", *best])
 
 
@@ -237,6 +219,5 @@ def _write(folder: disk.Path, report: dict[str, Any], config: RunConfig) -> None
     disk.make_folder(folder)
     with disk.lock(folder / "tune.json"):
         disk.write_json(folder / "tune.json", report)
-        decode.write_records(folder / "tune.jsonl", report, "sizes")
         with disk.atomic(folder / "tuned.yaml") as temporary:
             temporary.write_text(yaml.safe_dump(tuned(config, report), sort_keys=False))

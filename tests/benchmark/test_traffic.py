@@ -44,52 +44,38 @@ def asked(*events: bytes, status: int = 200, pause: float = 0.0) -> tuple[Timing
     return asyncio.run(main()), seen[0]
 
 
-def test_a_stream_is_counted_by_the_tokens_of_its_chunks():
-    last = {"prompt_tokens": 7, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 5}}
-    end = b"data: " + json.dumps({"choices": [], "usage": last}).encode() + b"\n\n"
-    parts = event("", 0), event("a", 1), event(" b c", 4), event(" d", 6), end, b"data: [DONE]\n\n"
-    found, request = asked(*parts, pause=0.02)
-    assert [tokens for _, tokens in found.chunks] == [1, 3, 2] and found.text == "a b c d"
-    assert (found.tokens, found.prompt_tokens, found.cached_tokens, found.category) == (6, 7, 5, "chat")
-    first, second, third = (seconds for seconds, _ in found.chunks)
-    assert 0.04 <= first and second - first >= 0.02 and third - second >= 0.02
-    assert (found.ttft, found.latency) == (first, third)
-    assert found.tpot == (third - first) / 5
-    assert found.itl == pytest.approx([(second - first) / 3] * 3 + [(third - second) / 2] * 2)
-    sent = json.loads(request.content)
-    assert sent["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-    assert (sent["model"], sent["max_tokens"]) == ("a-model", 8) and request.headers["Authorization"] == "Bearer secret"
-    assert "secret" not in repr(SERVER)
-
-
 def last(tokens: int | None) -> bytes:
     """The event of usage alone."""
     return event("", tokens, choices=[])
 
 
-def test_a_count_in_the_last_event_alone_is_shared_out():
-    """OpenAI, and older SGLang: no event but the last one counts."""
-    parts = event("", None), event("a", None), event(" b c d", None), event(" e", None), last(9)
-    found, _ = asked(*parts, b"data: [DONE]\n\n", pause=0.02)
-    assert [tokens for _, tokens in found.chunks] == [1, 5, 3] and found.text == "a b c d e"
-    assert (found.tokens, found.prompt_tokens) == (9, 7)
-    first, _, third = (seconds for seconds, _ in found.chunks)
-    assert 0.04 <= first == found.ttft and third - first >= 0.04 and third == found.latency
-    assert found.tpot == (third - first) / 8 and len(found.itl) == 8
+def test_times_are_of_the_text_and_tokens_of_the_last_count():
+    usage = {"prompt_tokens": 7, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 5}}
+    end = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+    parts = event("", 0), event("a", 1), event(" b c", None), event(" d", 6), end, b"data: [DONE]\n\n"
+    found, request = asked(*parts, pause=0.02)
+    assert found.text == "a b c d"
+    assert (found.tokens, found.prompt_tokens, found.cached_tokens, found.category) == (6, 7, 5, "chat")
+    assert 0.04 <= found.ttft and found.latency - found.ttft >= 0.04
+    assert found.tpot == (found.latency - found.ttft) / 5
+    sent = json.loads(request.content)
+    assert sent["stream_options"] == {"include_usage": True}
+    assert (sent["model"], sent["max_tokens"]) == ("a-model", 8) and request.headers["Authorization"] == "Bearer secret"
+    assert "secret" not in repr(SERVER)
 
 
 @pytest.mark.parametrize("parts", [(event("a b c", 3),), (event("a b c", None), last(3))])
 def test_an_answer_in_one_chunk_has_no_time_per_token(parts):
     found, _ = asked(*parts, pause=0.02)
-    assert (found.tokens, found.text, found.tpot, found.itl) == (3, "a b c", None, [])
-    assert found.ttft == found.latency < 0.02 * len(parts) + 0.015 or len(parts) == 1
+    assert (found.tokens, found.text, found.tpot) == (3, "a b c", None)
+    assert found.ttft == found.latency >= 0.02
     figures = traffic.summary([found])
-    assert figures["tpot"] is None and figures["itl"] is None and figures["ttft"]["p50"] == found.ttft
+    assert figures["tpot"] is None and figures["ttft"]["p50"] == found.ttft
 
 
-def test_more_pieces_than_tokens():
-    found, _ = asked(event("a", None), event("b", None), event("c", None), last(2))
-    assert [tokens for _, tokens in found.chunks] == [1, 1, 0] and len(found.itl) == 1
+def test_tokens_without_text_have_a_time():
+    found, _ = asked(event("", None), last(2), pause=0.02)
+    assert (found.text, found.tokens, found.tpot) == ("", 2, None) and found.ttft == found.latency >= 0.04
 
 
 def test_fields_may_be_null_and_lines_close():
@@ -103,7 +89,7 @@ def test_fields_may_be_null_and_lines_close():
 def test_reasoning_is_part_of_the_answer(fields):
     thought = event("", 1, choices=[{"delta": dict.fromkeys(fields, "so ")}], usage={"completion_tokens": 2})
     found, _ = asked(thought, event("a", 3))
-    assert found.text == "so a" and [tokens for _, tokens in found.chunks] == [2, 1]
+    assert (found.text, found.tokens) == ("so a", 3)
 
 
 def test_line_breaks_of_unicode_are_text():
@@ -126,7 +112,7 @@ def test_line_breaks_of_unicode_are_text():
 )
 def test_no_answer_is_no_timing(events, status, said):
     found, _ = asked(*events, status=status)
-    assert said in str(found.error) and not found.chunks
+    assert said in str(found.error) and not found.tokens
 
 
 def test_a_broken_connection_is_no_timing():
@@ -172,21 +158,19 @@ def test_arrivals_at_random_wait_for_nobody_and_come_at_the_rate():
 
 def test_a_summary_is_what_the_formulas_say():
     timings = [
-        Timing("code", 0.0, ((0.5, 1), (1.0, 4)), prompt_tokens=10),
-        Timing("chat", 1.0, ((0.2, 1),), prompt_tokens=20, cached_tokens=16),
-        Timing("chat", 1.5, ((0.3, 2), (0.5, 1)), prompt_tokens=30),
+        Timing("code", 0.0, 0.5, 1.0, tokens=5, prompt_tokens=10),
+        Timing("chat", 1.0, 0.2, 0.2, tokens=1, prompt_tokens=20, cached_tokens=16),
+        Timing("chat", 1.5, 0.3, 0.5, tokens=3, prompt_tokens=30),
         Timing("code", 2.0, error="503: full"),
     ]
     found = traffic.summary(timings)
     assert (found["requests"], found["failed"], found["errors"]) == (4, 1, ["503: full"])
     assert found["tokens"] == 9 and found["seconds"] == 2.0 and found["tokens_per_second"] == 4.5
     assert (found["prompt_tokens"], found["cached_tokens"]) == (60, 16)
-    assert found["tpot"]["mean"] == pytest.approx((0.125 + 0.2) / 2)
+    assert found["tpot"]["mean"] == pytest.approx((0.125 + 0.1) / 2)
     assert found["ttft"]["p50"] == 0.3 and math.isclose(found["ttft"]["p95"], np.percentile([0.5, 0.2, 0.3], 95))
-    assert found["itl"]["mean"] == pytest.approx((4 * 0.125 + 0.2) / 5)
     assert set(found["categories"]) == {"code", "chat"}
-    assert found["categories"]["code"]["tokens"] == 5 and found["categories"]["chat"]["tpot"]["p99"] == pytest.approx(
-        0.2
-    )
+    assert found["categories"]["code"]["tokens"] == 5
+    assert found["categories"]["chat"]["tpot"]["p99"] == pytest.approx(0.1)
     none = traffic.summary([Timing("chat", 0.0, error="x")])
     assert none["failed"] == 1 and none["ttft"] is None and "tokens_per_second" not in none
