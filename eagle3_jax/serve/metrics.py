@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,7 +12,6 @@ from prometheus_client.registry import Collector
 
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.request import Output
-from eagle3_jax.decoding.scheduler import EngineStats
 
 _OF_OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 ENDPOINTS = ("/", *_OF_OPENAI, "/tokenize", "/detokenize", "/version", "/health", "/metrics")
@@ -19,8 +19,36 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 30
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
 _LENGTHS = (1.0, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8)
 
-
-Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+# Metric -> field of `EngineStats`, and its text.
+_GAUGES = {
+    "requests_running": ("running", "Requests in the batch."),
+    "requests_waiting": ("waiting", "Requests in the queue."),
+    "pages": ("pages", "Pages of the caches."),
+    "free_pages": ("free_pages", "Pages that a new request may have."),
+    "ready_programs": ("ready_programs", "Programs compiled for requests so far."),
+    "planned_programs": ("planned_programs", "Programs that the warm-up will have compiled, at most."),
+    "stalled_seconds": ("stalled", "Seconds since work last came back from the device; 0 while idle."),
+    "adapt_tokens": ("adapt.tokens", "Tokens that the head learns from."),
+    "adapt_loss": ("adapt.loss", "Loss of the latest training step."),
+    "adapt_tau_before": (
+        "adapt.tau_before",
+        "Tokens a round on held-back requests, of the head that drafted before the latest judgement.",
+    ),
+    "adapt_tau_after": ("adapt.tau_after", "The same of the head that drafts since."),
+    "adapt_share": ("adapt.share", "Share of the engine's time for learning."),
+}
+_COUNTERS = {
+    "dispatches": ("dispatches", "Programs given to the device."),
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "cached_tokens": ("cached_tokens", "Of these, read by an earlier request (prefix reuse)."),
+    "compiled_programs": ("programs", "Programs compiled; it stays as it is once the warm-up is complete."),
+    "adapt_requests": ("adapt.requests", "Requests that the head may learn from."),
+    "adapt_steps": ("adapt.steps", "Training steps."),
+    "adapt_heads": ("adapt.heads", "Heads that were judged better, and drafted."),
+    "adapt_rollbacks": ("adapt.rollbacks", "Heads that were not."),
+    "adapt_new_tokens": ("adapt.new_tokens", "Tokens that took a place in the draft vocabulary."),
+    "adapt_seconds": ("adapt.seconds", "Time of learning."),
+}
 
 
 class EngineState(Collector):
@@ -31,43 +59,23 @@ class EngineState(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = [engine.stats() for engine in self._engines]
-        gauges = {
-            "requests_running": ("Requests in the batch.", [one.running for one in stats]),
-            "requests_waiting": ("Requests in the queue.", [one.waiting for one in stats]),
-            "batch_size": ("Requests that fit in the batch.", [engine.batch_size for engine in self._engines]),
-            "pages": ("Pages of the caches.", [one.pages for one in stats]),
-            "free_pages": ("Pages that a new request may have.", [one.free_pages for one in stats]),
-            "kv_cache_usage": (
-                "Share of the pages that running requests hold.",
-                [1 - one.free_pages / one.pages for one in stats],
-            ),
-            "ready_programs": ("Programs compiled for requests so far.", [one.ready_programs for one in stats]),
-            "planned_programs": (
-                "Programs that the warm-up will have compiled, at most.",
-                [one.planned_programs for one in stats],
-            ),
-            "stalled_seconds": (
-                "Seconds since work last came back from the device; 0 while idle.",
-                [one.stalled for one in stats],
-            ),
-        }
-        for name, (text, values) in gauges.items():
-            yield _filled(GaugeMetricFamily(f"eagle3_jax_{name}", text, labels=["replica"]), values)
-        counters = {
-            "dispatches": ("Programs given to the device.", [one.dispatches for one in stats]),
-            "prompt_tokens": ("Tokens of prompts.", [one.prompt_tokens for one in stats]),
-            "cached_tokens": (
-                "Of these, read by an earlier request (prefix reuse).",
-                [one.cached_tokens for one in stats],
-            ),
-            "compiled_programs": (
-                "Programs compiled; it stays as it is once the warm-up is complete.",
-                [one.programs for one in stats],
-            ),
-        }
-        for name, (text, values) in counters.items():
-            yield _filled(CounterMetricFamily(f"eagle3_jax_{name}", text, labels=["replica"]), values)
-        yield from _adapted(stats)
+
+        def filled(family: Any, values: Iterable[float]) -> Metric:
+            for number, value in enumerate(values):
+                family.add_metric([str(number)], value)
+            return family
+
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (field, text) in table.items():
+                if not field.startswith("adapt.") or all(one.adapt is not None for one in stats):
+                    family = kind(f"eagle3_jax_{name}", text, labels=["replica"])
+                    yield filled(family, map(operator.attrgetter(field), stats))
+        sizes = (engine.batch_size for engine in self._engines)
+        fits = GaugeMetricFamily("eagle3_jax_batch_size", "Requests that fit in the batch.", labels=["replica"])
+        yield filled(fits, sizes)
+        text = "Share of the pages that running requests hold."
+        usage = GaugeMetricFamily("eagle3_jax_kv_cache_usage", text, labels=["replica"])
+        yield filled(usage, (1 - one.free_pages / one.pages for one in stats))
         labels = ["replica", "tier"]
         tiers = CounterMetricFamily("eagle3_jax_tier_dispatches", "Dispatches of rounds in a tier.", labels=labels)
         in_use = GaugeMetricFamily("eagle3_jax_tier_in_use", "1: the latest rounds ran in it.", labels=labels)
@@ -77,42 +85,6 @@ class EngineState(Collector):
                 in_use.add_metric([str(number), tier], float(tier == one.tier))
         yield tiers
         yield in_use
-
-
-def _adapted(stats: Sequence[EngineStats]) -> Iterator[Metric]:
-    """Exports what live heads have learnt (`serve.adapt`)."""
-    found = [one.adapt for one in stats if one.adapt is not None]
-    if len(found) < len(stats):
-        return
-    gauges = {
-        "adapt_tokens": ("Tokens that the head learns from.", [one.tokens for one in found]),
-        "adapt_loss": ("Loss of the latest training step.", [one.loss for one in found]),
-        "adapt_tau_before": (
-            "Tokens a round on held-back requests, of the head that drafted before the latest judgement.",
-            [one.tau_before for one in found],
-        ),
-        "adapt_tau_after": ("The same of the head that drafts since.", [one.tau_after for one in found]),
-        "adapt_share": ("Share of the engine's time for learning.", [one.share for one in found]),
-    }
-    for name, (text, values) in gauges.items():
-        yield _filled(GaugeMetricFamily(f"eagle3_jax_{name}", text, labels=["replica"]), values)
-    counters = {
-        "adapt_requests": ("Requests that the head may learn from.", [one.requests for one in found]),
-        "adapt_steps": ("Training steps.", [one.steps for one in found]),
-        "adapt_heads": ("Heads that were judged better, and drafted.", [one.heads for one in found]),
-        "adapt_rollbacks": ("Heads that were not.", [one.rollbacks for one in found]),
-        "adapt_new_tokens": ("Tokens that took a place in the draft vocabulary.", [one.new_tokens for one in found]),
-        "adapt_seconds": ("Time of learning.", [one.seconds for one in found]),
-    }
-    for name, (text, values) in counters.items():
-        yield _filled(CounterMetricFamily(f"eagle3_jax_{name}", text, labels=["replica"]), values)
-
-
-def _filled(family: Family, values: Sequence[int | float]) -> Family:
-    """Adds a value of each replica."""
-    for number, value in enumerate(values):
-        family.add_metric([str(number)], value)
-    return family
 
 
 class Metrics:
