@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import os
 import pathlib
 import re
@@ -40,6 +39,7 @@ from eagle3_jax.models.checkpoint.gguf_file import GGUF
 from eagle3_jax.models.checkpoint.identity import identify
 from eagle3_jax.models.checkpoint.load import file_digests, load_model, weight_files
 from eagle3_jax.models.families import read_shape
+from eagle3_jax.models.mesh_advice import uneven_heads
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import disk, environment, machine, manifest, processes
 from eagle3_jax.runs.progress import Progress, shown
@@ -162,17 +162,6 @@ def load_target(
         progress=progress,
     )
     return Target(model, tokenizer, identity, folder)
-
-
-def uneven_heads(shape: ModelConfig, model: int) -> str | None:
-    """Says that the model axis does not divide the KV heads; None where it does, or where a cache holds no heads."""
-    heads = shape.num_key_value_heads
-    if heads % model == 0 or shape.latent_cache:
-        return None
-    return (
-        f"mesh.model: got {model}, which does not divide {heads} KV heads: each of the {model} devices computes and "
-        f"keeps all of them; {math.gcd(heads, model)} divides them"
-    )
 
 
 def target_config(target: TargetConfig | str | disk.Path) -> TargetConfig:

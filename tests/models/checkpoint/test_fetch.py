@@ -417,9 +417,9 @@ def test_a_folder_without_config_says_what_it_has_and_what_is_missing(tmp_path):
         (tmp_path / name).touch()
 
 
-def test_kv_heads_that_do_not_divide_are_named():
-    shape = tiny.llama_config()
-    heads = shape.num_key_value_heads
-    note = fetch.uneven_heads(shape, 2 * heads)
-    assert note is not None and f"got {2 * heads}, which does not divide {heads} KV heads" in note
-    assert fetch.uneven_heads(shape, heads) is None
+def test_a_model_that_was_unpacked_before_gets_its_sampling_too(no_hub, tmp_path):
+    folder = tmp_path / "cache" / NAME
+    folder.mkdir(parents=True)
+    (folder / manifest.NAME).write_text("{}")
+    assert fetch.fetch(NAME) == folder
+    assert json.loads((folder / fetch.GENERATION).read_text()) == {"temperature": 0.2, "top_p": 0.9}
