@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from tiny_blocks import make_block_head
+from toy import IDS, NO_TEXT, SMALL, fitting
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.tiers import choice_for
@@ -35,14 +36,6 @@ TYPES = {
     "sliding both ways": {"layer_types": (SLIDING, SLIDING), "sliding_window": 4, "is_causal": False},
 }
 PROMPT, MAX_TOKENS = 9, 24
-IDS = np.delete(np.arange(24), [4, 22])  # of the draft vocabulary
-
-
-def fitting(toy, **changes: Any) -> dict[str, Any]:
-    c = toy.target.config
-    sizes = {"vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "target_hidden_size": c.hidden_size}
-    own = {"draft_vocab_size": len(IDS), "aux_layers": c.aux_layers, "mask_token_id": 4, "max_position_embeddings": 512}
-    return sizes | own | changes
 
 
 def prompts() -> tuple[jax.Array, jax.Array]:
@@ -161,16 +154,12 @@ def test_rounds_are_those_that_training_expects(toy, trained, kind):
 @pytest.mark.parametrize("kind", [*(pytest.param(x, marks=pytest.mark.long) for x in (DFlash, DSpark)), DFlash2])
 def test_the_engine_drafts_blocks(toy, trained, kind, monkeypatch):
     """Paged, in batches, with reused prefixes, with tiers that rest; drawn answers are the same with any neighbours."""
-    tokenizer = types.SimpleNamespace(
-        decode=lambda ids, **_: "", convert_tokens_to_ids=lambda _: None, chat_template=None
-    )
     rows, lengths = (np.asarray(x) for x in prompts())
     texts = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
     params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0 if i % 3 else 1.0) for i in range(8)]
-    sizes: dict[str, Any] = {"max_length": 64, "page_size": 16}
-    plain = Engine(toy.target, tokenizer, batch_size=3, **sizes).generate(texts, params)
+    plain = Engine(toy.target, NO_TEXT, **SMALL).generate(texts, params)
     every = [*trees(kind).values()]
-    engine = Engine(toy.target, tokenizer, trained.draft(kind), every, batch_size=3, **sizes)
+    engine = Engine(toy.target, NO_TEXT, trained.draft(kind), every, **SMALL)
     turns = itertools.cycle(engine.tiers.tiers)
     # Vanilla decoding among them: the head rests.
     monkeypatch.setattr(engine.tiers, "choose", lambda *_, **__: next(turns))
@@ -182,7 +171,7 @@ def test_the_engine_drafts_blocks(toy, trained, kind, monkeypatch):
     long = texts[1] + plain[1].token_ids
     again = engine.generate([long], params[1])[0]
     assert again.stats.cached_tokens == 16
-    assert again.token_ids == Engine(toy.target, tokenizer, **sizes).generate([long], params[1])[0].token_ids
+    assert again.token_ids == Engine(toy.target, NO_TEXT, **SMALL).generate([long], params[1])[0].token_ids
 
 
 def test_auto_chooses_among_parts_of_the_block(toy, trained):

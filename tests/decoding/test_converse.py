@@ -5,14 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_engine import CHAIN, Tokenizer
+from toy import CHAIN, SMALL, Tokenizer, make
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output
-
-BATCH = 2
 
 
 def params(seed: int) -> SamplingParams:
@@ -52,7 +50,7 @@ class Conversations:
 
 @pytest.fixture(scope="module")
 def vanilla(toy: Any) -> Engine:
-    return Engine(toy.target, Tokenizer(), None, batch_size=BATCH, max_length=128, page_size=16)
+    return make(toy, None)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +74,7 @@ def test_every_turn_is_answered_as_it_is_alone(vanilla, answered):
 
 
 def test_the_next_turn_comes_first_and_few_conversations_are_open(answered):
-    assert answered.open == BATCH + 1
+    assert answered.open == SMALL["batch_size"] + 1
     first_of_last = answered.order.index((7, 0))
     assert sum(answered.order.index((number, number % 3)) < first_of_last for number in range(7)) >= 5
 
@@ -90,10 +88,9 @@ def test_a_next_turn_reads_the_rest_alone(vanilla, answered):
 @pytest.mark.parametrize("draft", ["head", pytest.param("lookup", marks=pytest.mark.long)])
 def test_drafts_change_no_answer_of_a_seed(toy, answered, draft):
     """Though the engine takes one tier after the other: their drafts are the head's best, or copies."""
-    sizes: Any = {"batch_size": BATCH, "max_length": 128, "page_size": 16}
     trees = [CHAIN, DraftTree(num_steps=3, topk=3, num_draft_tokens=8, lookup_tokens=4)]
     head, tree = (toy.good, trees) if draft == "head" else (draft, "auto")
-    engine = Engine(toy.target, Tokenizer(), head, tree, sample_drafts=False, **sizes)
+    engine = Engine(toy.target, Tokenizer(), head, tree, sample_drafts=False, **SMALL)
     number = 0
 
     def in_turn(*_: Any, **__: Any) -> Any:

@@ -1,7 +1,6 @@
 """Heads of EAGLE-2 in rounds: the network against a loop over numpy, then the same promises as for EAGLE-3's."""
 
 import dataclasses
-import types
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 import tiny
 import tiny_heads
 from flax import nnx
+from toy import CHAIN, IDS, MAX_TOKENS, NO_TEXT, SMALL, TREE, generated
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
@@ -19,12 +19,7 @@ from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
 
-TREES = [
-    DraftTree(num_steps=3, topk=1, num_draft_tokens=4),
-    DraftTree(num_steps=3, topk=3, num_draft_tokens=10),
-    DraftTree(num_steps=3, topk=2, num_draft_tokens=8, lookup_tokens=3),
-]
-MAX_TOKENS = 24
+TREES = [CHAIN, TREE, DraftTree(num_steps=3, topk=2, num_draft_tokens=8, lookup_tokens=3)]
 
 
 def make(toy, token_ids: np.ndarray, **options: Any) -> Draft:
@@ -112,30 +107,21 @@ def test_its_feature_is_the_state_behind_the_final_norm(toy, model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=["chain", "tree", "tree and text"])
-def test_greedy_drafts_change_no_token(toy, model, tree):
-    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 24, (4, 9)), jnp.int32)
-    lengths = jnp.asarray([9, 3, 6, 1])
-
-    def said(target, draft, tree):
-        return generate(target, draft, prompts, lengths, jax.random.key(0), max_tokens=MAX_TOKENS, tree=tree)
-
-    vanilla, drafted = said(toy.target, None, None), said(model, make(toy, np.delete(np.arange(24), [4, 22])), tree)
-    np.testing.assert_array_equal(drafted.output[:, :MAX_TOKENS], vanilla.output[:, :MAX_TOKENS])
+def test_greedy_drafts_change_no_token(toy, vanilla, model, tree):
+    drafted = generated(model, make(toy, IDS), tree=tree)
+    np.testing.assert_array_equal(drafted.output[:, :MAX_TOKENS], vanilla)
     assert int(drafted.accepted.sum()) > 10  # it is of use
 
 
 @pytest.mark.slow
 def test_the_engine_takes_it(toy, model):
-    tokenizer = types.SimpleNamespace(
-        decode=lambda ids, **_: "", convert_tokens_to_ids=lambda _: None, chat_template=None
-    )
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     prompts = [[1, 2, 3], [9, 8, 7, 6, 5, 4], [11]]
-    plain = Engine(toy.target, tokenizer, batch_size=2, max_length=64).generate(prompts, params)
-    drafting = Engine(model, tokenizer, make(toy, np.arange(24)), TREES[1], batch_size=2, max_length=64)
+    plain = Engine(toy.target, NO_TEXT, **SMALL).generate(prompts, params)
+    drafting = Engine(model, NO_TEXT, make(toy, np.arange(24)), TREE, **SMALL)
     assert [x.token_ids for x in drafting.generate(prompts, params)] == [x.token_ids for x in plain]
     with pytest.raises(ValueError, match=r"draft\.aux_layers: got \(3,\), expected the target's \(0, 1, 2\)"):
-        Engine(toy.target, tokenizer, make(toy, np.arange(24)), TREES[1], max_length=64)
+        Engine(toy.target, NO_TEXT, make(toy, np.arange(24)), TREE, **SMALL)
 
 
 @pytest.mark.long
@@ -145,12 +131,12 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, model, sample_drafts
     samples, prompt = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32)
     state = generate(
         model,
-        make(toy, np.delete(np.arange(24), [4, 22])),
+        make(toy, IDS),
         jnp.asarray(np.tile(prompt, (samples, 1))),
         jnp.full(samples, 6, jnp.int32),
         jax.random.key(7),
         max_tokens=2,
-        tree=dataclasses.replace(TREES[1], sample_drafts=sample_drafts),
+        tree=dataclasses.replace(TREE, sample_drafts=sample_drafts),
         temperature=1.5,
     )
     assert int(state.accepted.sum()) > samples // 10

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from toy import CHAIN, PROMPTS, SMALL, Tokenizer, make
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine
@@ -20,42 +21,10 @@ from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.text import end_ids
 from eagle3_jax.runs import progress
 
-CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
-LETTERS = "abcdefghijklmnopqrstuvw"  # token 23 is special
-
-
-class Tokenizer:
-    """A letter a token; the template puts the special token in front of each message and of the answer."""
-
-    chat_template = "read by apply_chat_template"
-
-    def convert_tokens_to_ids(self, name):
-        return None
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
-        assert not tokenize
-        assert add_generation_prompt
-        return "".join("#" + message["content"] for message in messages) + "#"
-
-    def __call__(self, text, add_special_tokens):
-        assert not add_special_tokens
-        return {"input_ids": [23 if letter == "#" else LETTERS.index(letter) for letter in text]}
-
-    def decode(self, ids, skip_special_tokens):
-        return "".join("" if skip_special_tokens and token == 23 else (LETTERS + "#")[token] for token in ids)
-
-
-def make(toy, tree: DraftTree | list[DraftTree] | None = CHAIN, target=None, **kwargs) -> Engine:
-    kwargs: dict[str, Any] = {"batch_size": 2, "max_length": 128, **kwargs}
-    return Engine(target or toy.target, Tokenizer(), None if tree is None else toy.good, tree or "auto", **kwargs)
-
 
 @pytest.fixture(scope="module")
 def speculative(toy) -> Engine:
     return make(toy)
-
-
-PROMPTS = ["hello", [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "d"}], [1, 2, 3], "q", "sun"]
 
 
 @pytest.mark.slow
@@ -132,7 +101,7 @@ def test_another_head_compiles_nothing(toy, first, caplog):
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), toy.good.head)
     heads = {"float32": toy.good, "bfloat16": dataclasses.replace(toy.good, head=rounded)}
     params = SamplingParams(max_tokens=7)
-    engine = Engine(toy.target, Tokenizer(), heads.pop(first), CHAIN, batch_size=2, max_length=128)
+    engine = Engine(toy.target, Tokenizer(), heads.pop(first), CHAIN, **SMALL)
     expected = [output.token_ids for output in engine.generate(PROMPTS, params)]
     before = engine.stats().programs
     (other,) = heads.values()
@@ -155,7 +124,7 @@ def test_end_of_sequence_stops_unless_ignored(toy, named_by, monkeypatch):
     stop = free[4]
     if named_by == "tokenizer":
         monkeypatch.setattr(Tokenizer, "eos_token_id", stop, raising=False)
-    engine = make(toy, target=toy.with_eos(*[stop] * (named_by == "target")), batch_size=1)
+    engine = make(toy, target=toy.with_eos(*[stop] * (named_by == "target")))
     out = engine.generate(["hello"], SamplingParams(max_tokens=12))[0]
     assert out.token_ids == free[: free.index(stop) + 1]
     assert out.finish_reason == "stop"
@@ -198,10 +167,10 @@ def test_streamed_pieces_join_to_the_answer(speculative):
 
 @pytest.mark.slow
 def test_drafts_can_be_left_out_to_compare_with(toy, speculative):
-    choosing = make(toy, tree=[DraftTree(num_steps=2, num_draft_tokens=3)])
+    choosing = make(toy, tree=[CHAIN])
     params = SamplingParams(max_tokens=20)
     plain = choosing.submit("hello", params, drafts=False).result()
-    assert plain.stats.rounds == 19 and choosing.stats().tiers["vanilla"] > 0 == choosing.stats().tiers["chain 2"]
+    assert plain.stats.rounds == 19 and choosing.stats().tiers["vanilla"] > 0 == choosing.stats().tiers["chain 3"]
     fast = choosing.submit("hello", params).result()
     assert fast.token_ids == plain.token_ids and fast.stats.rounds < 19
     together = choosing.submit("hello", params, drafts=False), choosing.submit("abc", params)
@@ -314,7 +283,7 @@ def test_positions_beyond_what_the_head_declares_are_warned_of_and_stay_exact(to
     short.config = dataclasses.replace(head.config, max_position_embeddings=24)
     draft = dataclasses.replace(toy.good, head=short)
     with pytest.warns(UserWarning, match=r"max_length: got 128, more than the 24 positions that the draft"):
-        engine = Engine(toy.target, Tokenizer(), draft, CHAIN, max_length=128)
+        engine = Engine(toy.target, Tokenizer(), draft, CHAIN, **SMALL)
     params = SamplingParams(max_tokens=60)
     assert engine.generate(["hello"], params)[0].token_ids == make(toy, None).generate(["hello"], params)[0].token_ids
     Engine(toy.target, Tokenizer(), draft, CHAIN, max_length=24)  # silent: warnings are errors here
@@ -344,10 +313,10 @@ def test_the_messages_of_one_chat_are_one_prompt(speculative):
 
 @pytest.mark.slow
 def test_a_closed_engine_has_no_request_no_caches_and_takes_none(toy):
-    with make(toy, batch_size=1) as engine:
-        running, waiting = (engine.submit(prompt, SamplingParams(max_tokens=90)) for prompt in ("hello", "sun"))
-        assert next(iter(running)).token_ids
-    assert (running.result().finish_reason, waiting.result().finish_reason) == ("abort", "abort")
+    with make(toy) as engine:
+        requests = [engine.submit(prompt, SamplingParams(max_tokens=90)) for prompt in ("hello", "abc", "sun")]
+        assert next(iter(requests[0])).token_ids  # two run, one waits
+    assert [request.result().finish_reason for request in requests] == ["abort"] * 3
     assert engine._runner._state is None and engine.stats().free_pages == engine.stats().pages
     with pytest.raises(RuntimeError, match="engine: got a request, expected none after `close`"):
         engine.generate(["hello"])

@@ -14,11 +14,10 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_engine import CHAIN as TREE
-from test_engine import Tokenizer
+from toy import CHAIN, SMALL, make
 
 from eagle3_jax.decoding import hosts
-from eagle3_jax.decoding.choice.tiers import CHAIN, LOOKUP
+from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -90,19 +89,20 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(folder, prompts) -> list[list[int]]:
     """What an engine on one device answers."""
-    engine = Engine.load(folder, "lookup", TREE, batch_size=2, max_length=128, page_size=16)
+    engine = Engine.load(folder, "lookup", CHAIN, **SMALL)
     return [output.token_ids for output in engine.generate(prompts, SamplingParams(**PARAMS))]
 
 
 def test_a_call_is_the_same_on_all_processes(toy):
     """Chunks with every field of a request, and tiers, in JSON and back."""
-    runner = Engine(toy.target, None, toy.good, batch_size=2, max_length=64, page_size=16)._runner
+    runner = Engine(toy.target, None, toy.good, **SMALL)._runner
     params = SamplingParams(temperature=0.3, top_p=0.9, seed=-5, logit_bias={3: -1.5}, stop_token_ids=(7,), logprobs=2)
     row = RequestRows.of(params, limit=9, stop_ids=(7,), prompt_length=3, digest=2**32 - 1)
     of: Any = {"slot": 1, "prompt": [3, 2, 1], "start": 0, "pages": [4, 2], "request": row}
     chunk = Chunk.of([Chunk.stretch(runner.sizes, 16, **of)], 4, 16, runner.sizes)
-    got = hosts._typed(json.loads(hosts._line_of([chunk, [LOOKUP, CHAIN], {"tier": CHAIN, "greedy": True}])), runner)
-    assert got[1:] == [[LOOKUP, CHAIN], {"tier": CHAIN, "greedy": True}]
+    others: Any = [[tiers.LOOKUP, tiers.CHAIN], {"tier": tiers.CHAIN, "greedy": True}]
+    got = hosts._typed(json.loads(hosts._line_of([chunk, *others])), runner)
+    assert got[1:] == others
     assert jax.tree.structure(got[0]) == jax.tree.structure(chunk)
     for mine, other in zip(jax.tree.leaves(got[0]), jax.tree.leaves(chunk), strict=True):
         assert mine.dtype == other.dtype
@@ -129,19 +129,15 @@ def lines(monkeypatch):
         line._place.close()
 
 
-def engine_of(toy) -> Engine:
-    return Engine(toy.target, Tokenizer(), toy.good, TREE, batch_size=2, max_length=128)
-
-
 @pytest.mark.slow
 def test_a_row_on_another_process_answers_alike(toy, lines, monkeypatch):
     monkeypatch.setattr(hosts, "_PING", 0.02)
     asked: Any = (["hello", "abc", [1, 2, 3]], SamplingParams(max_tokens=20, temperature=0.5, seed=3, top_k=8))
-    expected = engine_of(toy).generate(*asked)
-    follower = threading.Thread(target=hosts.follow, args=([engine_of(toy)], [(0,), (1,)]))
+    expected = make(toy).generate(*asked)
+    follower = threading.Thread(target=hosts.follow, args=([make(toy)], [(0,), (1,)]))
     follower.start()
     lost: list[hosts.HostLost] = []
-    with hosts.lead([engine_of(toy)], [(0,), (1,)], lost.append) as (_, engine):
+    with hosts.lead([make(toy)], [(0,), (1,)], lost.append) as (_, engine):
         assert engine.generate(*asked) == expected
         with pytest.raises(RuntimeError, match="expected `warm_up` and the like before `lead`"):
             engine.warm_up()
@@ -157,7 +153,7 @@ def test_a_process_that_is_lost_ends_requests_with_an_error(toy, lines, end, mon
     monkeypatch.setattr(hosts, "_PING", 0.02)
     monkeypatch.setattr(hosts, "PATIENCE", 60 if end == "is gone" else 0.3)
     lost: list[hosts.HostLost] = []
-    with hosts.lead([engine_of(toy)], [(0,), (1,)], lost.append) as (_, engine):
+    with hosts.lead([make(toy)], [(0,), (1,)], lost.append) as (_, engine):
         request = engine.submit("hello")
         if end == "is gone":
             lines.close()

@@ -4,14 +4,13 @@
 """
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy import CHAIN, NO_TEXT, SMALL, TREE
 
-from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds.generate import generate
@@ -19,10 +18,6 @@ from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear.layouts import Panels
 from eagle3_jax.models.cache import Pass
 
-CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
-TREE = DraftTree(num_steps=3, topk=3, num_draft_tokens=10)
-# Ids in, ids out.
-TOKENIZER = types.SimpleNamespace(convert_tokens_to_ids=lambda name: None, decode=lambda ids, skip_special_tokens: "")
 PROMPTS = [[1, 2, 3], [5] * 20, [7], [2, 9, 4, 11, 3]]
 PARAMS = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=12, temperature=1.0, seed=3)]
 
@@ -82,7 +77,7 @@ def test_rounds_give_the_same_tokens(toy, answers, implementation, tree):
 @pytest.mark.slow
 def test_an_engine_gives_the_same_tokens(toy, answers, implementation):
     """From pages, with the model in the implementation's layout; a drawn answer beside them."""
-    engine = Engine(toy.target, TOKENIZER, toy.good, CHAIN, batch_size=2, max_length=64, page_size=16)
+    engine = Engine(toy.target, NO_TEXT, toy.good, CHAIN, **SMALL)
     assert isinstance(engine.target.lm_head[...], Panels) == (implementation == "cpu")
     outputs = engine.generate([*PROMPTS, PROMPTS[0]], [PARAMS[0]] * len(PROMPTS) + [PARAMS[1]])
     assert [output.token_ids for output in outputs[:-1]] == answers

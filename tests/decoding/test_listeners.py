@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from test_engine import LETTERS, Tokenizer, make
+from toy import LETTERS, Tokenizer, make
 
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device import programs

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import pytest
 import tiny
-from test_engine import Tokenizer
+from toy import CHAIN, SMALL, make
 
-from eagle3_jax.config import DraftTree, MeshConfig
+from eagle3_jax.config import MeshConfig
 from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -17,8 +17,6 @@ from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.scheduler import EngineStats
 from eagle3_jax.mesh import make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import load_target
-
-CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 
 
 class Fake(Engine):
@@ -82,7 +80,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_back():
 @pytest.mark.parametrize("wrong", [-1, 24, 2**32, 2**40])
 def test_tokens_that_the_target_does_not_have_are_refused_in_whole_pages_too(toy, wrong):
     """The pool looks for a prompt's prefix in the pages before an engine takes the prompt."""
-    pool = EnginePool([Engine(toy.target, Tokenizer(), max_length=128, page_size=16) for _ in range(2)])
+    pool = EnginePool([make(toy, None) for _ in range(2)])
     for ids in ([wrong] + [5] * 40, [5] * 40 + [wrong], [wrong]):
         with pytest.raises(ValueError, match=rf"prompt: got token ids .*{wrong}.*, expected 0 to 23"):
             pool.submit(ids)
@@ -91,7 +89,7 @@ def test_tokens_that_the_target_does_not_have_are_refused_in_whole_pages_too(toy
 
 @pytest.mark.slow
 def test_an_engine_counts_the_tokens_that_it_has_to_read_and_write(toy):
-    engine = Engine(toy.target, Tokenizer(), batch_size=1, max_length=128, page_size=16)
+    engine = make(toy, None)
     prompt = [number % 20 for number in range(40)]
     assert engine.left() == 0 and engine.left(prompt) == 40
     engine.generate([prompt], SamplingParams(max_tokens=2))
@@ -112,8 +110,7 @@ def folder(tmp_path_factory):
 def pool_of(folder: str, count: int) -> EnginePool:
     replica = own_replica(make_mesh(MeshConfig(data=count, model=1), jax.devices()[:count]))
     rows = data_parallel.targets(load_target(folder, replica.mesh), replica)
-    size: Any = {"batch_size": 2, "max_length": 128, "page_size": 16}
-    return EnginePool([Engine.load(row, "lookup", CHAIN, **size) for row in rows])
+    return EnginePool([Engine.load(row, "lookup", CHAIN, **SMALL) for row in rows])
 
 
 @pytest.mark.slow
@@ -123,7 +120,7 @@ def test_replicas_share_the_requests_and_change_no_answer(folder, count):
     numbers = range(3 * count)
     prompts = [[1, 270 + number, *range(300, 320), 280] for number in numbers]
     params = [SamplingParams(max_tokens=12, seed=i, temperature=0.7 * (i % 2), ignore_eos=True) for i in numbers]
-    alone = Engine.load(folder, "lookup", CHAIN, batch_size=2, max_length=128, page_size=16)
+    alone = Engine.load(folder, "lookup", CHAIN, **SMALL)
     expected = [output.token_ids for output in alone.generate(prompts, params)]
     requests = [pool.submit(ids, own) for ids, own in zip(prompts, params, strict=True)]
     assert all(engine.stats().waiting == 3 for engine in pool.engines)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_engine import Tokenizer, make
+from toy import SMALL, Tokenizer, make
 
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -25,7 +25,7 @@ def other(target: Llama) -> Llama:
 
 @pytest.fixture(scope="module")
 def engine(toy) -> Engine:
-    return make(toy, batch_size=2, page_size=16)
+    return make(toy)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def expected(toy) -> dict[str, list]:
     policies = {"old": toy.target, "new": other(toy.target)}
     found = {}
     for name, target in policies.items():
-        (output,) = make(toy, None, target, page_size=16).generate([PROMPT], PARAMS)
+        (output,) = make(toy, None, target).generate([PROMPT], PARAMS)
         assert output.logprobs is not None
         found[name] = [output.token_ids, [entry.logprob for entry in output.logprobs]]
     assert found["old"][0] != found["new"][0]
@@ -74,7 +74,7 @@ def test_running_requests_go_on_with_the_new_policy_and_leave_nothing_to_reuse(t
     engine.replace_target(other(toy.target))
     output = running.result()
     assert (len(output.token_ids), output.finish_reason) == (60, "length")
-    old = make(toy, None, page_size=16).generate([prompt], params)[0].token_ids
+    old = make(toy, None).generate([prompt], params)[0].token_ids
     assert output.token_ids[: len(first)] == first == old[: len(first)]
     assert output.token_ids != old
     (again,) = engine.generate([prompt + output.token_ids[:20]], params)
@@ -98,7 +98,7 @@ def test_weights_that_do_not_fit_change_nothing(toy, engine, expected):
 @pytest.mark.slow
 def test_panels_in_bfloat16_widen_once_for_weights_that_it_does_not_hold(toy, expected):
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), toy.target)
-    engine = Engine(rounded, Tokenizer(), max_length=128, page_size=16)
+    engine = Engine(rounded, Tokenizer(), **SMALL)
     engine.warm_up(progress=False)
     engine.replace_target(toy.target)
     check(engine, expected["old"], cached=0)

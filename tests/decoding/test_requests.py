@@ -6,14 +6,13 @@ import random
 import threading
 import time
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_engine import CHAIN, LETTERS, Tokenizer, make
+from toy import CHAIN, LARGE, LETTERS, SMALL, TREE, Tokenizer, make
 
 from eagle3_jax.config import DraftConfig, DraftTree, TrainConfig
 from eagle3_jax.decoding import loop, scheduler
@@ -31,8 +30,6 @@ from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.training.kinds.eagle3 import Eagle3
 
-TREE = DraftTree(num_steps=3, topk=3, num_draft_tokens=10)
-
 
 def noisy(toy):
     """The toy target with logits close enough together that penalties and prompts decide."""
@@ -45,7 +42,7 @@ def noisy(toy):
 @pytest.fixture(scope="module", params=["chain", pytest.param("tree", marks=pytest.mark.slow)])
 def engine(request, toy) -> Engine:
     tree = {"chain": CHAIN, "tree": TREE}[request.param]
-    return Engine(noisy(toy), Tokenizer(), toy.good, tree, batch_size=3, max_length=128, page_size=16)
+    return make(toy, tree, noisy(toy), **LARGE)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +101,7 @@ RULES = [
 
 @pytest.mark.slow
 def test_a_long_answer_does_not_hold_the_batch(engine):
-    """Of three places one is long taken: eight short answers take turns in the others, and end first."""
+    """Of four places one is long taken: eight short answers take turns in the others, and end first."""
     ended, before = [], engine.stats().rounds
     params = [SamplingParams(max_tokens=90), *[SamplingParams(max_tokens=8)] * 8]
     answers = engine.generate([[i + 1, 5] for i in range(9)], params, lambda index, _: ended.append(index))
@@ -224,9 +221,7 @@ def test_a_prefix_is_read_once_and_changes_nothing(toy):
     params = SamplingParams(max_tokens=20)
 
     def ask(tree: DraftTree | None, reuse: bool) -> tuple[list[list[int]], list[int], list[int]]:
-        draft = None if tree is None else toy.good
-        size: dict[str, Any] = {"batch_size": 2, "max_length": 256, "page_size": 16}
-        engine = Engine(noisy(toy), Tokenizer(), draft, tree or "auto", prefix_cache=reuse, **size)
+        engine = make(toy, tree, noisy(toy), prefix_cache=reuse)
         answers = []
         for turn in turns:  # one after the other, and the second turn of a conversation
             (answer,) = engine.generate([turn], params)
@@ -254,9 +249,9 @@ def test_page_sizes_change_nothing(toy, page_size):
     """Drafts cross pages everywhere: prompts of every length around a page's end."""
     prompts = [[(3 * i + n) % 24 for i in range(n)] for n in range(page_size - 6, page_size + 6)]
     params = SamplingParams(max_tokens=20)
-    size = {"max_length": 512, "batch_size": 4, "page_size": page_size}
-    engine = Engine(noisy(toy), Tokenizer(), toy.good, TREE, **size)
-    vanilla = Engine(noisy(toy), Tokenizer(), max_length=512, batch_size=4, page_size=32)
+    size = LARGE | {"max_length": 128 if page_size == 16 else 512}
+    engine = make(toy, TREE, noisy(toy), **size | {"page_size": page_size})
+    vanilla = make(toy, None, noisy(toy), **size | {"page_size": 32})
     got, expected = engine.generate(prompts, params), vanilla.generate(prompts, params)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
 
@@ -264,14 +259,14 @@ def test_page_sizes_change_nothing(toy, page_size):
 @pytest.mark.slow
 def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
     """Room for one request of full length: places are free, pages are not."""
-    engine = make(toy, batch_size=4, page_size=16, kv_tokens=144)
-    expected = make(toy, batch_size=4).generate(["abc", "hello", "q", "sun"], SamplingParams(max_tokens=100))
+    engine = make(toy, **LARGE, kv_tokens=144)
+    expected = make(toy, **LARGE).generate(["abc", "hello", "q", "sun"], SamplingParams(max_tokens=100))
     requests = [engine.submit(prompt, SamplingParams(max_tokens=100)) for prompt in ("abc", "hello", "q", "sun")]
     engine._scheduler.turn()
     assert (engine.stats().running, engine.stats().waiting) == (1, 3)
     assert [request.result().token_ids for request in requests] == [answer.token_ids for answer in expected]
     with pytest.raises(ValueError, match="kv_tokens: got 128, expected at least 144, room for one request"):
-        make(toy, page_size=16, kv_tokens=128)
+        make(toy, kv_tokens=128)
 
 
 @pytest.mark.long
@@ -281,7 +276,7 @@ def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monke
         monkeypatch.setattr(shapes, name, value)
     long, short = [(5 * i) % 24 for i in range(200)], [3, 1, 2]
     params = SamplingParams(max_tokens=30)
-    engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, max_length=256, page_size=16, batch_size=2)
+    engine = make(toy, CHAIN, noisy(toy), max_length=256)
     first = engine.submit(short, SamplingParams(max_tokens=150))
     while len(first.tokens) < 4:
         engine._scheduler.turn()
@@ -341,7 +336,7 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(toy):
     """And its pages are given to others, who read nothing of it."""
     target = noisy(toy)
     target.embed = nnx.Param(target.embed[...].at[13].set(jnp.nan))
-    engine = Engine(target, Tokenizer(), toy.good, TREE, max_length=64, page_size=16, batch_size=2)
+    engine = make(toy, TREE, target)
     params = SamplingParams(max_tokens=12, logit_bias={13: -100.0})
     good = [[1, 2, 3], [4, 5], [9, 9, 9]]
     expected = [answer.token_ids for answer in engine.generate(good, params)]
@@ -463,9 +458,8 @@ def test_threads_share_an_engine(toy):
 )
 def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count):
     """Random prompts, parameters, aborts, deadlines and bad input; every greedy answer is vanilla's."""
-    size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
-    engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, queue_limit=9, **size)
-    soak(engine, Engine(noisy(toy), Tokenizer(), **size), 24, count)
+    engine = make(toy, CHAIN, noisy(toy), batch_size=8, queue_limit=9)
+    soak(engine, make(toy, None, noisy(toy)), 24, count)
 
 
 @pytest.mark.long
@@ -476,9 +470,9 @@ def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch):
     monkeypatch.setattr(shapes, "WIDTHS", (3,))  # of each there are six programs to compile
     monkeypatch.setattr(TierChoice, "useful", lambda self, costs: costs)
     monkeypatch.setattr(TierChoice, "choose", lambda *args, **kwargs: draw.choice(every))
-    size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
+    size = SMALL | {"batch_size": 8}
     engine = Engine(noisy(toy), Tokenizer(), toy.good, queue_limit=9, **size)
-    vanilla = Engine(noisy(toy), Tokenizer(), **size)
+    vanilla = make(toy, None, noisy(toy), **size)
     monkeypatch.setattr(vanilla.tiers, "choose", lambda *args, **kwargs: tiers.VANILLA)
     soak(engine, vanilla, 24, 10_000)
 
@@ -487,8 +481,7 @@ def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch):
 def test_rounds_are_as_wide_as_the_traffic_and_the_tokens_the_same(toy, monkeypatch):
     """Requests come in waves and leave gaps between their places; some are aborted, and their pages given to others."""
     monkeypatch.setattr(shapes, "WIDTHS", (1, 2, 4))
-    size: dict[str, Any] = {"max_length": 128, "page_size": 16, "kv_tokens": 640}
-    engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, batch_size=6, prefix_cache=False, **size)
+    engine = make(toy, CHAIN, noisy(toy), batch_size=6, prefix_cache=False, kv_tokens=640)
     engine.warm_up(progress=False, greedy_alone=True)
     draw, compiled, taken = random.Random(3), engine.stats().programs, []
     decode = engine._runner.decode
@@ -499,7 +492,7 @@ def test_rounds_are_as_wide_as_the_traffic_and_the_tokens_the_same(toy, monkeypa
 
     monkeypatch.setattr(engine._runner, "decode", watched)
     prompts = [[draw.randrange(24) for _ in range(draw.randint(1, 60))] for _ in range(20)]
-    expected = make(toy, None, noisy(toy), batch_size=2).generate(prompts, SamplingParams(max_tokens=60))
+    expected = make(toy, None, noisy(toy)).generate(prompts, SamplingParams(max_tokens=60))
     requests = []
     for wave in [1, 6, 2, 0, 3, 0, 5, 0, 0, 4, 1, 6, 0, 0, 0, 2, 0, 3]:
         for number in draw.choices(range(20), k=wave):
@@ -522,7 +515,7 @@ def test_rounds_are_as_wide_as_the_traffic_and_the_tokens_the_same(toy, monkeypa
 def test_a_soak_of_the_real_model():
     """With a head that knows nothing: nearly every draft is rejected."""
     target = load_target("smollm2-135m-instruct")
-    size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
+    size = SMALL | {"batch_size": 8}
     config = DraftHeadConfig.for_target(DraftConfig(), target.model.config)
     head = Eagle3(config, TrainConfig()).new(0, target.model.embed[...][: config.draft_vocab_size])
     draft = Draft(head, jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
@@ -623,9 +616,7 @@ def test_half_a_million_greedy_tokens_are_vanilla_s(toy):
 def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_dtype):
     """Tokens may differ from float32's; chains and vanilla decoding read the same narrow entries."""
     params = SamplingParams(max_tokens=20)
-    size = {"max_length": 128, "page_size": 16, "kv_dtype": kv_dtype}
-    engine = Engine(toy.target, Tokenizer(), toy.good, CHAIN, **size)
-    vanilla = Engine(toy.target, Tokenizer(), **size)
+    engine, vanilla = (make(toy, tree, kv_dtype=kv_dtype) for tree in (CHAIN, None))
     got, expected = engine.generate(["hello", "sun"], params), vanilla.generate(["hello", "sun"], params)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
     assert engine._runner._state is not None
@@ -646,7 +637,7 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
 def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, packed, most, expected):
     monkeypatch.setattr(shapes, "PACKED", (packed,))
     monkeypatch.setattr(shapes, "MOST_READ", most)
-    engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, batch_size=8, max_length=128, page_size=16)
+    engine = make(toy, CHAIN, noisy(toy), batch_size=8)
     decode, given = engine._runner.decode, []
 
     def counted(cancelled, places, rounds, *args, **kwargs):
@@ -679,7 +670,7 @@ def test_those_who_wait_are_not_looked_at_each_turn(toy, monkeypatch):
     """There may be thousands, and a turn takes milliseconds."""
     looked, is_late = [], Request.is_late
     monkeypatch.setattr(Request, "is_late", lambda self, now: looked.append(self) or is_late(self, now))
-    engine = Engine(noisy(toy), Tokenizer(), batch_size=2, max_length=64, page_size=16)
+    engine = make(toy, None, noisy(toy))
     engine.generate([[1 + i % 20] for i in range(200)], SamplingParams(max_tokens=4))
     assert len(looked) <= 2 * engine.stats().dispatches
 
@@ -687,7 +678,7 @@ def test_those_who_wait_are_not_looked_at_each_turn(toy, monkeypatch):
 @pytest.mark.slow
 def test_thousands_that_wait_are_aborted_at_once(toy):
     """A verb that is told to stop has seconds."""
-    engine = Engine(noisy(toy), Tokenizer(), batch_size=2, max_length=64, page_size=16)
+    engine = make(toy, None, noisy(toy))
 
     class Stop(Exception):
         pass

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from test_engine import Tokenizer
+from toy import SMALL, Tokenizer, make
 
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding.choice import costs, tiers
@@ -102,8 +102,7 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
     order = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP]
     monkeypatch.setattr(tiers, "WITH_HEAD", tuple(order))
-    size: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
-    engine = Engine(split, Tokenizer(), toy.good, **size)
+    engine = Engine(split, Tokenizer(), toy.good, **SMALL)
     for width in (1, 2):  # with one request left, rounds are narrow
         measured = costs.round_costs(engine._runner, engine.tiers.tiers, greedy=True, width=width)
         assert min(measured.rounds.values()) > 0 and measured.waking > 0
@@ -114,7 +113,7 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     prompts = [np.random.default_rng(i).integers(0, 24, 5 + i).tolist() for i in range(6)]
     params = SamplingParams(max_tokens=50)
     got = engine.generate(prompts, params)
-    expected = Engine(toy.target, Tokenizer(), **size).generate(prompts, params)
+    expected = make(toy, None).generate(prompts, params)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
     assert max(answer.stats.acceptance_length for answer in got) > 1.3
     reading = len(engine._runner.sizes.chunks) + 1  # programs of prompts, which measuring does not need
@@ -125,12 +124,12 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
 def test_programs_compiled_ahead_fit_the_state_on_a_mesh(toy):
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
     split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
-    engine = Engine(split, Tokenizer(), max_length=64, page_size=16)
+    engine = Engine(split, Tokenizer(), **SMALL)
     engine.warm_up(progress=False)
     compiled, params = engine.stats().programs, SamplingParams(max_tokens=20)
     got = [engine.generate([prompt], params)[0].token_ids for prompt in ([1, 2, 3], [4] * 20)]
     assert engine.stats().programs == compiled == engine.stats().ready_programs == 3
-    plain = Engine(toy.target, Tokenizer(), max_length=64, page_size=16)
+    plain = make(toy, None)
     assert got == [answer.token_ids for answer in plain.generate([[1, 2, 3], [4] * 20], params)]
 
 

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from test_engine import PROMPTS, Tokenizer, make
+from toy import PROMPTS, SMALL, Tokenizer, make
 
 from eagle3_jax.decoding import loop, warm_up
 from eagle3_jax.decoding.choice import tiers
@@ -32,7 +32,7 @@ def runs(engine) -> bool:
 def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))
     monkeypatch.setattr(loop, "_IDLE", 0.0)
-    engine = Engine(toy.target, Tokenizer(), toy.good, batch_size=2, max_length=128, page_size=16)
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SMALL)
     assert engine.stats().ready_programs == engine.stats().planned_programs == 0
     runner, drafts_go_on, goes_on = engine._runner, threading.Event(), threading.Event()
     compile_one = runner.compile

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from test_block_rounds import IDS, fitting
-from test_engine import CHAIN, Tokenizer, make
 from tiny_blocks import make_block_head
+from toy import CHAIN, IDS, SMALL, Tokenizer, fitting, make
 
 from eagle3_jax.config import AdaptConfig, ConfigError, DraftConfig, ExportConfig, MeshConfig, RunConfig
 from eagle3_jax.decoding.adapt.api import AdaptStats
@@ -42,8 +41,7 @@ PROMPTS = [[1 + i % 20, 2 + i % 3, 5] for i in range(16)]
 
 
 def live(toy, adapt: AdaptConfig = ADAPT, **options) -> Engine:
-    sizes: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
-    return Engine(toy.target, Tokenizer(), toy.plain, CHAIN, **sizes, adapt=adapt, **options)
+    return Engine(toy.target, Tokenizer(), toy.plain, CHAIN, **SMALL, adapt=adapt, **options)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def engine(one_engine) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(toy) -> list[list[int]]:
-    return [output.token_ids for output in make(toy, None, page_size=16).generate(PROMPTS, PARAMS)]
+    return [output.token_ids for output in make(toy, None).generate(PROMPTS, PARAMS)]
 
 
 def tau(outputs) -> float:
@@ -100,7 +98,7 @@ def test_the_head_learns_a_domain_and_the_tokens_stay_the_target_s(toy, engine, 
 def test_it_learns_where_the_target_is_split_over_a_mesh(toy, expected):
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
     split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
-    engine = Engine(split, Tokenizer(), toy.plain, CHAIN, batch_size=2, max_length=128, page_size=16, adapt=ADAPT)
+    engine = Engine(split, Tokenizer(), toy.plain, CHAIN, **SMALL, adapt=ADAPT)
     first = engine.generate(PROMPTS[:2], PARAMS)
     engine.generate(PROMPTS[:6], PARAMS)
     programs = engine.stats().programs
@@ -120,9 +118,8 @@ def test_a_head_of_bfloat16_learns_in_float32(toy):
     target, draft = jax.tree.map(
         lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, (toy.target, toy.plain)
     )
-    sizes: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
-    without = Engine(target, Tokenizer(), draft, CHAIN, **sizes).generate(PROMPTS, PARAMS)
-    engine = Engine(target, Tokenizer(), draft, CHAIN, **sizes, adapt=ADAPT)
+    without = Engine(target, Tokenizer(), draft, CHAIN, **SMALL).generate(PROMPTS, PARAMS)
+    engine = Engine(target, Tokenizer(), draft, CHAIN, **SMALL, adapt=ADAPT)
     for _ in range(3):
         outputs = engine.generate(PROMPTS, PARAMS)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in without]
@@ -162,7 +159,7 @@ def lacking(toy) -> tuple[Any, list[list[int]]]:
     target, head = (jax.tree.map(jnp.copy, model) for model in (toy.target, toy.good.head))
     left, scales, right = np.linalg.svd(target.lm_head[...], full_matrices=False)
     target.lm_head[...] = jnp.asarray(left[:, :12] * scales[:12] @ right[:12])
-    answers = [output.token_ids for output in make(toy, None, target, page_size=16).generate(PROMPTS, PARAMS)]
+    answers = [output.token_ids for output in make(toy, None, target).generate(PROMPTS, PARAMS)]
     ids = jnp.asarray(np.sort(np.argsort(np.bincount(np.concatenate(answers), minlength=24))[:-2]), jnp.int32)
     head.lm_head[...] = target.lm_head[...][ids]
     return dataclasses.replace(toy, target=target, plain=Draft(head, ids)), answers
@@ -171,7 +168,7 @@ def lacking(toy) -> tuple[Any, list[list[int]]]:
 @pytest.mark.slow
 def test_tokens_of_the_answers_get_a_place_in_the_draft_vocabulary(lacking, monkeypatch):
     toy, answers = lacking
-    static = Engine(toy.target, Tokenizer(), toy.plain, CHAIN, batch_size=2, max_length=128, page_size=16)
+    static = Engine(toy.target, Tokenizer(), toy.plain, CHAIN, **SMALL)
     engine = live(toy)
     learner = learner_of(engine)
     monkeypatch.setattr(learner, "_step", lambda rows: False)
@@ -426,8 +423,7 @@ def test_the_policy_may_change_while_the_head_learns(toy, engine, expected):
 @pytest.mark.long
 def test_a_block_head_learns_too(toy, expected):
     draft = Draft(make_block_head(DFlash, **fitting(toy)), jnp.asarray(IDS, jnp.int32))
-    sizes: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
-    engine = Engine(toy.target, Tokenizer(), draft, **sizes, adapt=ADAPT)
+    engine = Engine(toy.target, Tokenizer(), draft, **SMALL, adapt=ADAPT)
     losses = []
     for _ in range(3):
         assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_engine import Tokenizer
+from toy import SMALL, Tokenizer, make
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice import costs, tiers
@@ -20,7 +20,6 @@ from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 
-SIZES: dict[str, Any] = {"batch_size": 2, "max_length": 256, "page_size": 16}
 FEW = (tiers.VANILLA, tiers.CHAIN)
 ORDER = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP, tiers.CHAIN, tiers.VANILLA, tiers.LOOKUP]
 
@@ -33,12 +32,12 @@ def take_turns(engine, monkeypatch, order=ORDER):
 
 @pytest.fixture(scope="module")
 def vanilla(toy):
-    return Engine(toy.target, Tokenizer(), **SIZES)
+    return make(toy, None)
 
 
 @pytest.fixture(scope="module")
 def engine(toy):
-    return Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    return Engine(toy.target, Tokenizer(), toy.good, **SMALL)
 
 
 def requests(count, seed=0):
@@ -80,7 +79,7 @@ def test_a_head_that_drafts_has_read_everything(engine, monkeypatch):
 @pytest.mark.slow
 def test_pages_that_the_head_never_read_are_shared_but_not_drafted_from(toy, vanilla, monkeypatch):
     """The next turn of a conversation finds the same pages as in vanilla decoding, and knows that it is lost."""
-    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SMALL)
     take_turns(engine, monkeypatch, [tiers.VANILLA])
     first = SamplingParams(max_tokens=60)
     prompt = [1, 2, 3]
@@ -127,7 +126,7 @@ def test_requests_that_the_head_cannot_draft_for_say_nothing_of_it(caplog):
 def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeypatch, first):
     """Answers are right, so nobody would notice. Costs that come behind the report wake it no more."""
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
-    engine = Engine(toy.target, Tokenizer(), toy.plain, **SIZES)
+    engine = Engine(toy.target, Tokenizer(), toy.plain, **SMALL)
     prompts, params = requests(24, seed=5)
 
     def price():  # as if drafts cost less than none: only the report can stop them
@@ -158,7 +157,7 @@ def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_anot
     expected = [x.token_ids for x in vanilla.generate(prompts, params)]
     said = np.bincount(np.concatenate(expected), minlength=24)
     ids = toy.good.token_ids.at[0].set(int(said.argmin()))  # what it always drafts: of 24 tokens another may be right
-    engine = Engine(toy.target, Tokenizer(), dataclasses.replace(toy.good, head=head, token_ids=ids), **SIZES)
+    engine = Engine(toy.target, Tokenizer(), dataclasses.replace(toy.good, head=head, token_ids=ids), **SMALL)
     with caplog.at_level(logging.WARNING):
         drawn = engine.generate(prompts[:2], SamplingParams(temperature=1.0, max_tokens=20))
         got = engine.generate(prompts, params)
@@ -174,7 +173,7 @@ def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_anot
 @pytest.mark.slow
 def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
-    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SMALL)
     engine.tiers.price({2: Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0)}, greedy=True)
     params = SamplingParams(max_tokens=20)
     plain = engine.submit("hello", params, drafts=False).result()
@@ -186,7 +185,7 @@ def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeyp
 @pytest.mark.slow
 def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
-    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SMALL)
     engine.tiers.price({2: Costs({"vanilla": 1.0, "chain 3": 1.1}, 0.0)}, greedy=True)
     with caplog.at_level(logging.WARNING):
         engine.generate(*requests(16, seed=5))
@@ -206,7 +205,7 @@ def test_a_server_of_eight_places_has_at_most_24_programs():
 def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     before: Any = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
-    sizes: dict[str, Any] = {**SIZES, "batch_size": 4}
+    sizes: dict[str, Any] = {**SMALL, "batch_size": 4}
     engine = Engine(toy.target, Tokenizer(), toy.good, **sizes)
     early = [1, 2, 3, *engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))[0].token_ids]
     engine.warm_up(tmp_path, progress=False)
@@ -230,7 +229,7 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
     monkeypatch.setattr(costs, "round_costs", never)
     again.warm_up(tmp_path, progress=False)
     assert again.tiers._policies[True].costs == priced
-    other = Engine(toy.target, Tokenizer(), toy.good, **(SIZES | {"batch_size": 3}))
+    other = Engine(toy.target, Tokenizer(), toy.good, **(SMALL | {"batch_size": 3}))
     with pytest.raises(AssertionError, match="measured again"):  # other sizes cost something else
         other.warm_up(tmp_path, progress=False)
     jax.config.update("jax_compilation_cache_dir", before)
@@ -240,7 +239,7 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
 def test_several_trees_are_chosen_among(toy, vanilla):
     """The same answers from each, pinned one after the other; what has no known cost for sampled rounds stays out."""
     sizes = [DraftTree(num_steps=2, num_draft_tokens=3), DraftTree(num_steps=2, topk=2, num_draft_tokens=5)]
-    engine = Engine(toy.target, Tokenizer(), toy.good, sizes, **SIZES)
+    engine = Engine(toy.target, Tokenizer(), toy.good, sizes, **SMALL)
     assert [tier.name for tier in engine.tiers.tiers] == ["vanilla", "chain 2", "tree 2, 2, 5"]
     prompts, params = requests(3)
     expected = [answer.token_ids for answer in vanilla.generate(prompts, params)]
@@ -261,14 +260,14 @@ def test_several_trees_are_chosen_among(toy, vanilla):
     assert engine.stats().tiers["chain 2"] == before["chain 2"]
     for trees in ([], [sizes[0], sizes[0]]):
         with pytest.raises(ValueError, match="tree: got"):
-            Engine(toy.target, Tokenizer(), toy.good, trees, **SIZES)
+            Engine(toy.target, Tokenizer(), toy.good, trees, **SMALL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_simulated_acceptance_is_the_rate_and_no_ordinary_use(toy, rate, caplog):
     tree = DraftTree(num_steps=2, topk=2, num_draft_tokens=5)
-    engine = Engine(toy.target, Tokenizer(), toy.plain, tree, simulated_acceptance=rate, **SIZES)
+    engine = Engine(toy.target, Tokenizer(), toy.plain, tree, simulated_acceptance=rate, **SMALL)
     assert "acceptance is simulated" in caplog.text
     answers = engine.generate([[1, 2], [3]], SamplingParams(max_tokens=200))
     rounds = sum(answer.stats.rounds for answer in answers)
@@ -278,7 +277,7 @@ def test_simulated_acceptance_is_the_rate_and_no_ordinary_use(toy, rate, caplog)
     with pytest.raises(RuntimeError, match="submit: got an engine with simulated_acceptance"):
         engine.submit([1])
     with pytest.raises(ValueError, match="simulated_acceptance: got 2"):
-        Engine(toy.target, Tokenizer(), toy.plain, tree, simulated_acceptance=2.0, **SIZES)
+        Engine(toy.target, Tokenizer(), toy.plain, tree, simulated_acceptance=2.0, **SMALL)
 
 
 @pytest.mark.slow
@@ -303,6 +302,6 @@ def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatc
 
 @pytest.mark.slow
 def test_without_costs_it_drafts_a_chain(toy):
-    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SMALL)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9))
     assert {name for name, count in engine.stats().tiers.items() if count} == {"chain 3"}

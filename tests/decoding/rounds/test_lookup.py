@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_engine import CHAIN, Tokenizer
-from test_rounds import LENGTHS, MAX_TOKENS, PROMPTS, generated, vanilla
+from toy import CHAIN, LENGTHS, MAX_TOKENS, SMALL, TEXTS, Tokenizer, generated, make
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.tiers import choice_for
@@ -19,7 +18,6 @@ from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds import lookup
 from eagle3_jax.decoding.rounds.lookup import MOST, PROBABILITIES, continuation
 
-_ = vanilla  # a fixture
 find = jax.jit(continuation, static_argnames="count")
 LONG = DraftTree(num_steps=7, num_draft_tokens=8, lookup_tokens=7)
 GRAFTED = DraftTree(num_steps=3, topk=2, num_draft_tokens=8, lookup_tokens=5)
@@ -69,7 +67,7 @@ def test_greedy_tokens_are_vanilla_s(toy, vanilla):
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
     assert 0 < int(state.drafted.max()) < int(state.rounds.max()), "where there is nothing to copy it does not draft"
     for row, length in enumerate(LENGTHS):  # the text that drafts are copied from is the text
-        text = [*PROMPTS[row, :length], *vanilla[row]]
+        text = [*TEXTS[row, :length], *vanilla[row]]
         assert state.history is not None
         assert state.history[row, : len(text)].tolist() == text
 
@@ -77,9 +75,9 @@ def test_greedy_tokens_are_vanilla_s(toy, vanilla):
 @pytest.mark.long
 @pytest.mark.parametrize("head", [False, True])
 def test_requests_join_and_leave_and_prefixes_are_reused(toy, head):
-    plain = Engine(toy.target, Tokenizer(), batch_size=2, max_length=128, page_size=16)
+    plain = make(toy, None)
     draft, tree = (toy.good, GRAFTED) if head else ("lookup", CHAIN)
-    engine = Engine(toy.target, Tokenizer(), draft, tree, batch_size=2, max_length=128, page_size=16)
+    engine = Engine(toy.target, Tokenizer(), draft, tree, **SMALL)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 24, 40).tolist()
     prompts = [shared[: rng.integers(1, 40)] + rng.integers(0, 24, rng.integers(1, 9)).tolist() for _ in range(12)]
@@ -95,8 +93,8 @@ def test_requests_join_and_leave_and_prefixes_are_reused(toy, head):
 def test_what_a_neighbour_copies_does_not_move_a_seeded_answer(toy):
     """A row with nothing to copy draws as in vanilla decoding, also in rounds that another row drafts in."""
     asked = [SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=seed) for seed in range(25)]
-    alone = Engine(toy.target, Tokenizer(), "lookup", CHAIN, batch_size=1, max_length=128, page_size=16)
-    pair = Engine(toy.target, Tokenizer(), "lookup", CHAIN, batch_size=2, max_length=128, page_size=16)
+    alone = Engine(toy.target, Tokenizer(), "lookup", CHAIN, **SMALL | {"batch_size": 1})
+    pair = Engine(toy.target, Tokenizer(), "lookup", CHAIN, **SMALL)
     prompt, repeating = [3, 1, 2], [5, 6, 7] * 6
     for params in asked:
         expected = alone.generate([prompt], params)[0].token_ids

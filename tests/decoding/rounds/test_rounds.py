@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hlo import product_and_sum_fusions
 from jax.extend.core import jaxprs_in_params
+from toy import CHAIN, LENGTHS, MAX_TOKENS, TEXTS, TREE, generated
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.generate import generate, prefill
@@ -23,13 +24,12 @@ from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head
 
-MAX_TOKENS = 24
 TREES = {
     "chain1": DraftTree(num_steps=1, topk=1, num_draft_tokens=2),
-    "chain3": DraftTree(num_steps=3, topk=1, num_draft_tokens=4),
+    "chain3": CHAIN,
     "chain5": DraftTree(num_steps=5, topk=1, num_draft_tokens=6),
     "tree2x2": DraftTree(num_steps=2, topk=2, num_draft_tokens=4),
-    "tree3x3": DraftTree(num_steps=3, topk=3, num_draft_tokens=10),
+    "tree3x3": TREE,
     "tree4x4": DraftTree(num_steps=4, topk=4, num_draft_tokens=16),
     "chain3+5": DraftTree(num_steps=3, topk=1, num_draft_tokens=6, lookup_tokens=5),
     "tree3x3+2": DraftTree(num_steps=3, topk=3, num_draft_tokens=10, lookup_tokens=2),
@@ -46,22 +46,8 @@ ROUNDS = {
     "tree3x3+2": 35,
 }
 BOTH = ["chain3", pytest.param("tree3x3", marks=pytest.mark.slow)]
-PROMPTS = np.random.default_rng(0).integers(0, 24, (4, 9)).astype(np.int32)
-LENGTHS = np.array([9, 3, 6, 1], np.int32)
 
 decode = jax.jit(run_rounds, static_argnames=("tree", "greedy"))
-
-
-def generated(target, draft, rows=slice(None), **kwargs) -> State:
-    return generate(
-        target,
-        draft,
-        jnp.asarray(PROMPTS[rows]),
-        jnp.asarray(LENGTHS[rows]),
-        jax.random.key(0),
-        max_tokens=MAX_TOKENS,
-        **kwargs,
-    )
 
 
 @functools.cache
@@ -86,11 +72,6 @@ def prefilled(toy, draft, prompts, lengths, tree) -> State:
     )
 
 
-@pytest.fixture(scope="module")
-def vanilla(toy) -> np.ndarray:
-    return np.asarray(generated(toy.target, None).output[:, :MAX_TOKENS])
-
-
 @pytest.mark.slow
 def test_vanilla_is_the_argmax_of_the_whole_sequence_again_and_again(toy, vanilla):
     @jax.jit
@@ -101,7 +82,7 @@ def test_vanilla_is_the_argmax_of_the_whole_sequence_again_and_again(toy, vanill
             toy.target.logits(toy.target(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), cache)[0]), axis=-1
         )
 
-    for prompt, length, answer in zip(PROMPTS, LENGTHS, vanilla, strict=True):
+    for prompt, length, answer in zip(TEXTS, LENGTHS, vanilla, strict=True):
         sequence = np.concatenate([prompt[:length], answer, np.zeros(9 - length, np.int32)])
         predicted = np.asarray(following(jnp.asarray(sequence[None])))[0]
         assert predicted[length - 1 : length - 1 + MAX_TOKENS].tolist() == answer.tolist()
@@ -124,7 +105,7 @@ def test_log_probabilities_are_those_of_a_pass_over_the_whole_sequence(toy, name
     answers, found = np.asarray(state.output[:, :MAX_TOKENS]), state.logprobs
     assert found is not None
     texts = np.zeros((4, 9 + MAX_TOKENS), np.int32)
-    for text, prompt, length, answer in zip(texts, PROMPTS, LENGTHS, answers, strict=True):
+    for text, prompt, length, answer in zip(texts, TEXTS, LENGTHS, answers, strict=True):
         text[: length + MAX_TOKENS] = [*prompt[:length], *answer]
     logits = np.asarray(following(jnp.asarray(texts)), np.float64)
     for row, (length, answer) in enumerate(zip(LENGTHS, answers, strict=True)):
@@ -201,7 +182,7 @@ def test_one_sequence_alone_says_the_same(toy, vanilla, name):
 def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name):
     """Lengths count committed tokens only, and every committed token has its true feature."""
     tree, slots = TREES[name], 128
-    state = prefilled(toy, toy.good, PROMPTS, LENGTHS, tree)
+    state = prefilled(toy, toy.good, TEXTS, LENGTHS, tree)
     for _ in range(5):
         state = decode(toy.target, toy.good, state, 1, 4, tree=tree, greedy=True)
         lengths, counts = np.asarray(state.lengths), np.asarray(state.num_output)
@@ -209,7 +190,7 @@ def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name
         sequences = np.zeros((4, 48), np.int32)
         for row in range(4):
             answer = np.asarray(state.output[row, : counts[row]])
-            sequences[row, : lengths[row]] = np.concatenate([PROMPTS[row, : LENGTHS[row]], answer])[:-1]
+            sequences[row, : lengths[row]] = np.concatenate([TEXTS[row, : LENGTHS[row]], answer])[:-1]
             assert answer[-1] == state.root[row]
         fresh = prefilled(toy, toy.good, sequences, lengths, tree)
         np.testing.assert_array_equal(fresh.root, state.root)
@@ -241,7 +222,7 @@ def test_positions_of_drafting_and_extending(toy, monkeypatch):
         state = prefill(
             toy.target,
             toy.random,
-            jnp.asarray(PROMPTS[:1, :7]),
+            jnp.asarray(TEXTS[:1, :7]),
             jnp.array([7], jnp.int32),
             Sampling.greedy(1),
             jnp.array([9], jnp.int32),
@@ -287,7 +268,7 @@ def test_a_round_is_cut_at_the_end_of_sequence_and_at_the_limit(toy):
         if place is not None:
             chosen[row, place:] = eos
     accepted, _, room, ignore, done = zip(*cases, strict=True)
-    state = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), prefilled(toy, None, PROMPTS[:1], LENGTHS[:1], None))
+    state = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), prefilled(toy, None, TEXTS[:1], LENGTHS[:1], None))
     state = dataclasses.replace(
         state,
         requests=dataclasses.replace(
@@ -345,7 +326,7 @@ def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla,
 )
 def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts):
     """Second and third token of 4096 answers (the first round's) against the exact distribution, by chi-square."""
-    samples, vocabulary, prompt = 4096, 24, PROMPTS[2, :6]
+    samples, vocabulary, prompt = 4096, 24, TEXTS[2, :6]
     state = generate(
         toy.target,
         toy.good,
@@ -391,7 +372,7 @@ def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name, sam
     tree = dataclasses.replace(TREES[name], sample_drafts=sample_drafts)
     state = generated(toy.target, toy.good, tree=tree, temperature=jnp.full(4, 2.0), top_k=top_k, top_p=top_p)
     tokens = np.zeros((4, 9 + MAX_TOKENS), np.int32)
-    for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+    for row, (prompt, length) in enumerate(zip(TEXTS, LENGTHS, strict=True)):
         tokens[row, : length + MAX_TOKENS] = [*prompt[:length], *np.asarray(state.output[row, :MAX_TOKENS])]
 
     @jax.jit
@@ -429,7 +410,7 @@ def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla, sample_
     other = generate(
         toy.target,
         toy.good,
-        jnp.asarray(PROMPTS),
+        jnp.asarray(TEXTS),
         jnp.asarray(LENGTHS),
         jax.random.key(1),
         max_tokens=MAX_TOKENS,
@@ -445,7 +426,7 @@ def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla, sample_
 @pytest.mark.parametrize("greedy", [True, False])
 def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
     tree = TREES["tree3x3"]
-    state = prefilled(toy, toy.good, PROMPTS, LENGTHS, tree)
+    state = prefilled(toy, toy.good, TEXTS, LENGTHS, tree)
     leaves, structure = jax.tree.flatten(state)
 
     @jax.jit
@@ -477,7 +458,7 @@ def test_greedy_requests_cost_no_random_numbers(toy, name):
     def both(greedy):
         sizes: dict[str, Any] = {"cache_length": 128, "max_output": MAX_TOKENS, "tree": tree}
         state = prefill(
-            toy.target, toy.good, jnp.asarray(PROMPTS), jnp.asarray(LENGTHS), *requests, greedy=False, **sizes
+            toy.target, toy.good, jnp.asarray(TEXTS), jnp.asarray(LENGTHS), *requests, greedy=False, **sizes
         )
         return advance(toy.target, toy.good, state, tree=tree, greedy=greedy).root
 
@@ -517,7 +498,7 @@ def test_sizes_that_cannot_fit_are_refused(toy, options, message):
         generate(
             toy.target,
             draft,
-            jnp.asarray(PROMPTS),
+            jnp.asarray(TEXTS),
             jnp.asarray(LENGTHS),
             jax.random.key(0),
             tree=TREES["chain3"],
