@@ -66,10 +66,13 @@ class Mutant:
 def read(path: pathlib.Path) -> list[Mutant]:
     """Reads the table. Raises ValueError: a duplicate name, or a mutant that changes nothing."""
     table = tomllib.loads(path.read_text())
-    mutants = [Mutant(name, row["guarantee"], *row["code"], row["test"]) for name, row in table.items()]
-    for mutant in mutants:
+    mutants = []
+    for name, row in table.items():
+        function, old, new = row["code"]
+        mutant = Mutant(name, row["guarantee"], function, old, new, row["test"])
         if ast.dump(_parsed(mutant.old)) == ast.dump(_parsed(mutant.new)):
             raise ValueError(f"{path}: {mutant.name} changes nothing")
+        mutants.append(mutant)
     return mutants
 
 

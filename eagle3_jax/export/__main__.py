@@ -82,9 +82,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
                 _write(stored, form, folder, identity, problems)
 
             processes.agree(write)
-        elif processes.agree(
-            lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity, ("head",), other)
-        ):
+        elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity, other)):
             processes.say(f"{folder}: already finished, nothing to do")
         else:
             raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
