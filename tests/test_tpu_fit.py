@@ -3,10 +3,8 @@
 import dataclasses
 import importlib
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 import types
 
@@ -184,33 +182,6 @@ def test_what_is_refused_is_a_row_and_the_next_program_is_planned(small, tmp_pat
     assert [(row["program"], row["fits"]) for row in rows] == [("one", True), ("two", False), ("three", True)]
     assert rows[1]["refused"] == str(error)
     assert f"refused: {error}\n" in said
-
-
-def test_the_table_shows_what_was_refused_and_goes_on(tmp_path):
-    fits = {"total": 2**33, "hbm": 2**34, "fits": True}
-    programs = {
-        "evaluate: prefill": fits,
-        "extract": fits | {"total": 2**35, "fits": False},
-        "train: step": {"fits": False, "refused": "SMEM: got 11.9 MiB\nand more"},
-    }
-    common = {"topology": "v6e:2x2", "mesh": {"data": 1, "model": 4}, "seconds": 1}
-    rows = [common | {"program": name} | row for name, row in programs.items()]
-    (tmp_path / "rows").write_text(json.dumps(rows))
-    python = tmp_path / "python"
-    python.write_text(f"""#!/bin/bash
-if [ "$1" = - ]; then exec {sys.executable} -IS "$@"; fi
-while [ "$1" != --json ]; do shift; done
-cp {tmp_path}/rows "$2"
-exit 1
-""")
-    python.chmod(0o755)
-    command = ["bash", ROOT / "tools/tpu_fit_table.sh", tmp_path / "table"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": str(python)}, timeout=60)
-    assert done.returncode == 0, done.stderr
-    names, lines = zip(*(line.removeprefix("| ").split(" | ", 1) for line in done.stdout.splitlines()[2:]), strict=True)
-    assert len(names) == len(set(names)) > 3, "one row a slice, whatever was planned by itself"
-    assert all((ROOT / f"configs/{name}.yaml").exists() for name in names)
-    assert set(lines) == {"v6e 2x2 | 1 x 4 | 8.0 (50%) |  | 16.0 GiB too much | SMEM: got 11.9 MiB |"}
 
 
 @pytest.mark.parametrize(

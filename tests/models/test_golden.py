@@ -1,6 +1,7 @@
-"""The default target against llama.cpp's values (tests/golden/smollm2.json, made by tools/golden.py).
+"""The default target against llama.cpp's values (tests/golden/smollm2.json).
 
-llama.cpp reads the GGUF by itself: metadata, layout of queries and keys, tokenizer, chat template. A wrong RoPE base or
+llama.cpp reads the GGUF by itself: metadata, layout of queries and keys, tokenizer, chat template. Its weights were
+converted to float32 first, since llama.cpp otherwise rounds activations to 8 bits. A wrong RoPE base or
 epsilon, mixed-up heads, or another pre-tokenizer in the conversion shows here, and nowhere where both sides read the
 converted folder.
 """
