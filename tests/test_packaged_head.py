@@ -1,4 +1,4 @@
-"""The packaged heads: their files, and their acceptance on their target."""
+"""The packaged head: its files, and its acceptance on its target."""
 
 import pytest
 
@@ -9,17 +9,12 @@ from eagle3_jax.formats import draft_models, heads
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import manifest
 
-BLOCK = "smollm2-135m-instruct-dflash2"
-HEADS = {"smollm2-135m-instruct": 25e6, BLOCK: 32e6}  # name -> most bytes of its folder
+NAME = "smollm2-135m-instruct"
 
 
-def test_they_are_all():
-    assert draft_models.packaged_heads() == list(HEADS)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_its_files_are_whole_small_and_silent_about_where_they_were_made(name):
-    folder = draft_models.HEADS / name
+def test_its_files_are_whole_small_and_silent_about_where_they_were_made():
+    assert draft_models.packaged_heads() == [NAME]
+    folder = draft_models.HEADS / NAME
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
         "config.json",
@@ -27,7 +22,7 @@ def test_its_files_are_whole_small_and_silent_about_where_they_were_made(name):
         "model.safetensors",
     ]
     manifest.read(folder, made_by="export")  # compares digests
-    assert sum(path.stat().st_size for path in folder.iterdir()) < HEADS[name]
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 25e6
     stored = heads.read(folder)
     assert {str(tensor.dtype) for tensor in stored.tensors.values()} == {"bfloat16"}
     for path in folder.glob("*.*"):
@@ -35,9 +30,8 @@ def test_its_files_are_whole_small_and_silent_about_where_they_were_made(name):
             assert not any(place in path.read_text() for place in ("/home/", "/root/", "/tmp/", "/work/"))
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_its_card_names_what_the_hub_asks_for(name):
-    card = (draft_models.HEADS / name / "README.md").read_text()
+def test_its_card_names_what_the_hub_asks_for():
+    card = (draft_models.HEADS / NAME / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0\n")
     for part in ("## Measured", "## Data", "## Training", "tau"):
         assert part in card
@@ -46,7 +40,7 @@ def test_its_card_names_what_the_hub_asks_for(name):
 @pytest.mark.slow
 def test_a_tree_changes_no_bit():
     """Each token's log-probability is vanilla decoding's, from few bits too: there a rounding error moves a token."""
-    target = load_target(TargetConfig(name="smollm2-135m-instruct", weights="stored"))
+    target = load_target(TargetConfig(name=NAME, weights="stored"))
     params, sizes = SamplingParams(max_tokens=48, logprobs=0), {"max_length": 256, "prefix_cache": False}
     prompts = ["Why is the sky blue? Answer in three sentences.", "Write a Python function that sorts three numbers."]
     tree = DraftTree(num_steps=3, topk=3, num_draft_tokens=8)
@@ -61,7 +55,7 @@ def test_a_tree_changes_no_bit():
 @pytest.mark.long
 def test_it_drafts_by_default_and_changes_no_token():
     """Unseen prompts of a sort that it was trained on; the acceptance is what was measured, less a margin."""
-    target = load_target("smollm2-135m-instruct")
+    target = load_target(NAME)
     prompts = [
         "What makes bread rise? Answer in three sentences.",
         "Write a Python function that returns the median of a list.",
@@ -76,18 +70,3 @@ def test_it_drafts_by_default_and_changes_no_token():
     plain = Engine.load(target, None, batch_size=4, max_length=256).generate(prompts, params)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     assert AcceptanceCounts.total(output.stats.counts for output in drafted).tau > 2.4  # 2.75
-
-
-@pytest.mark.long
-def test_the_block_head_drafts_by_its_name_and_changes_no_token():
-    target = load_target(TargetConfig(name="smollm2-135m-instruct", weights="stored"))
-    params, sizes = SamplingParams(max_tokens=64), {"batch_size": 2, "max_length": 256}
-    prompts = [
-        "What makes bread rise? Answer in three sentences.",
-        "Write a function that returns the median of a list.",
-    ]
-    tree = DraftTree(num_steps=7, topk=4, num_draft_tokens=16)
-    drafted = Engine.load(target, BLOCK, tree, **sizes).generate(prompts, params)
-    plain = Engine.load(target, None, **sizes).generate(prompts, params)
-    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
-    assert AcceptanceCounts.total(output.stats.counts for output in drafted).tau > 1.5

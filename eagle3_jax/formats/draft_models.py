@@ -15,7 +15,6 @@ from eagle3_jax.models.checkpoint.fetch import (
     TargetError,
     fetch,
     load_tokenizer,
-    packaged_model,
     read_config,
 )
 from eagle3_jax.models.checkpoint.identity import tokenizer_digest
@@ -40,7 +39,7 @@ def packaged_heads() -> list[str]:
 
 
 def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EXPECTED) -> pathlib.Path:
-    """Returns the folder of a draft: the given one, or that of the packaged head or the model with this name.
+    """Returns the folder of a draft: the given one, or that of the model with this name.
 
     Raises TargetError.
 
@@ -48,8 +47,6 @@ def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EX
         field: the field to name in errors. expected: the values allowed in this field, for errors.
     """
     if isinstance(draft, str):
-        if draft in packaged_heads() and packaged_model(draft) is None:
-            return HEADS / draft
         return disk.local(fetch(draft, field=field, expected=expected))
     if not draft.is_dir():
         raise TargetError(f"{field}: got {str(draft)!r}, no such folder; expected {expected}")

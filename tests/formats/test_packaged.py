@@ -25,7 +25,7 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.export import check
 from eagle3_jax.formats import draft_models, packaged
 from eagle3_jax.formats.heads import save_draft
-from eagle3_jax.models.checkpoint.fetch import Target, TargetError, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import manifest
@@ -107,15 +107,6 @@ def test_what_a_verb_names(heads, target, tmp_path, capsys):
         packaged.chosen_draft(None, own, target)
     manifest.finish(own)
     assert packaged.chosen_draft(None, own, target) == (str(own), own)
-
-
-def test_a_packaged_head_has_a_name(heads, target):
-    """Which no packaged model takes from it, and which a folder's name is not."""
-    assert packaged.chosen_draft("tiny", heads / "none", target) == ("tiny", heads / "tiny")
-    engine = Engine.load(target, "tiny", tree=CHAIN, max_length=64)
-    assert engine.draft is not None and engine.draft.head.config.draft_vocab_size == 64
-    with pytest.raises(TargetError, match="draft: got 'smollm2-135m'"):
-        draft_models.resolve("smollm2-135m")
 
 
 class Loaded(Exception):
