@@ -45,7 +45,7 @@ def collectives(small, monkeypatch):
     """Compiles a program: (topology, model axis, verb, name, overrides) -> what it sends between chips."""
     monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.chdir(ROOT)
-    tpu_fit, hlo = importlib.import_module("tpu_fit"), importlib.import_module("tpu_hlo")
+    tpu_fit, hlo = importlib.import_module("tpu_fit"), importlib.import_module("tpu.hlo")
 
     def compiled(topology, model, verb, name, *overrides, one_pass=False, branch=max):
         devices = tpu_fit.topology_devices(topology)

@@ -19,10 +19,9 @@ import tiny
 sys.path.insert(0, str(tiny.REPOSITORY / "tools"))
 
 import tpu_first_run
-import tpu_kernels
-from first_run import device, kernels, lines, resume, sizes, tokens
-from tpu_cases import Call, Case, GroupedProduct
-from tpu_topology import CHIPS
+from tpu.cases import CASES, Call, GroupedProduct
+from tpu.first_run import device, kernels, lines, resume, sizes, tokens
+from tpu.topology import CHIPS
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.compare import Tally
@@ -93,7 +92,7 @@ def test_what_the_compiler_writes_in_another_way_predicts_nothing():
 
 
 def test_a_kernel_s_time_is_predicted_by_the_compiler_s_cycles_where_they_are_known():
-    case = tpu_kernels.CASES[0]
+    case = CASES[0]
     assert kernels.predict_cycles(case, "v6e") == pytest.approx(48.93e-6)
     assert kernels.predict_cycles(case, "v5p") is None
     assert kernels.predict_cycles(dataclasses.replace(case, kernel="another"), "v6e") is None
@@ -186,15 +185,15 @@ def test_a_stage_that_crashes_or_hangs_is_told_with_its_last_words(tmp_path, mon
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 1.1])
 def test_a_kernel_whose_result_is_off_fails_the_run_by_name(factor, tmp_path, monkeypatch, capsys):
-    real = tpu_kernels.PROGRAMS["grouped_product"]
+    real = GroupedProduct.call
 
-    def off(case: Case, implementation: str, **_: object) -> Call:
+    def off(case: GroupedProduct, implementation: str, **_: object) -> Call:
         call = real(case, implementation="xla")
         return dataclasses.replace(
             call, function=lambda *x: call.function(*x) * (factor if implementation == "pallas" else 1)
         )
 
-    monkeypatch.setitem(tpu_kernels.PROGRAMS, "grouped_product", off)
+    monkeypatch.setattr(GroupedProduct, "call", off)
     monkeypatch.setattr(kernels, "CASES", [GroupedProduct("grouped_product")])
     monkeypatch.setattr(kernels, "_equal_scores", lambda how: iter(()))
     output = tmp_path / "first_run.json"
@@ -240,7 +239,7 @@ def test_the_whole_of_it_runs_at_toy_sizes(tmp_path, monkeypatch):
         *(f"float32, {where}, {draft}" for where in ("1 device", "8 devices") for draft in tokens.TREES),
         "bfloat16, 8 devices, tree",
         "all_gather over data (8), 262,144 bytes",
-        "rounds of 2 layers x 64 on 8 devices: batch 1, chain 3",
+        "rounds of 2 layers x 64 on 8 devices: chain 3",
         "training step, 8 x 64 tokens on 8 devices",
         "train: the run that was stopped",
     ):

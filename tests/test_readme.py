@@ -150,7 +150,8 @@ def help_of(tool: str) -> str:
         with pytest.raises(SystemExit, match="^0$"):
             runpy.run_path(str(ROOT / tool), run_name="__main__")
     for name in set(sys.modules) - loaded:
-        if "." not in name and (ROOT / "tools" / f"{name}.py").exists():
+        first = ROOT / "tools" / name.partition(".")[0]
+        if first.is_dir() or first.with_suffix(".py").exists():
             del sys.modules[name]  # a test that reads it anew may have another environment
     return shown.getvalue()
 

@@ -73,7 +73,7 @@ def test_a_program_s_row_is_of_chips_whose_devices_may_be_two(small, topology, l
         return tpu_cost.tpu_fit.Program("extract", mesh, arguments, {}, lambda: jax.jit(lambda x: x @ x).trace(square))
 
     monkeypatch.setattr(tpu_cost.Job, "program", program)
-    monkeypatch.setattr(tpu_cost.Job, "text", lambda job, folder, *, cycles: HLO)
+    monkeypatch.setattr(tpu_cost.Job, "text", lambda job, folder: HLO)
     arguments = ["--topology", topology, "--verbs", "extract", "--layers", "2", "--tokens", "1e9", "--price", "10"]
     monkeypatch.setattr(sys, "argv", ["tpu_cost.py", "--config", str(small), *arguments])
     tpu_cost.main()
@@ -124,7 +124,7 @@ def test_a_small_run_is_priced_from_its_programs(small, tmp_path, monkeypatch, c
     assert vanilla[2] == "1.00" and float(chain[2]) > 1 and chain[3] == ""
     counts = {name: tuple(map(int, re.findall(r"\d+(?= |\))", row[4].partition("(")[2]))) for name, row in rows.items()}
     assert 16 <= counts["vanilla, batch 1"][0] < counts["chain 2, batch 1"][0]  # two of each of eight layers, and more
-    monkeypatch.setattr(tpu_cost, "optimised_alone", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(tpu_cost, "optimised_alone", lambda _: pytest.fail("compiled again"))
     tpu_cost.main()
     assert capsys.readouterr().out == first
 

@@ -1,4 +1,4 @@
-"""tools/tpu_hlo.py: what travels between devices, along which axes, how often and how many bytes."""
+"""tools/tpu/hlo.py: what travels between devices, along which axes, how often and how many bytes."""
 
 import functools
 import importlib
@@ -20,7 +20,7 @@ MESH = {"data": 2, "model": 4}
 @pytest.fixture
 def hlo(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
-    return importlib.import_module("tpu_hlo")
+    return importlib.import_module("tpu.hlo")
 
 
 def entry(*lines):
@@ -225,7 +225,7 @@ def test_a_real_program_of_cpus(hlo):
 
 
 def for_a_tpu(topology):
-    devices = importlib.import_module("tpu_topology").topology_devices(topology)
+    devices = importlib.import_module("tpu.topology").topology_devices(topology)
     return looped(make_mesh(MeshConfig(**MESH), devices))
 
 

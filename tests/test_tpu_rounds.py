@@ -1,4 +1,4 @@
-"""tools/tpu_rounds.py: what is counted of a program, and that a block's pass is read once whatever the tree."""
+"""tools/tpu/rounds.py: what is counted of a program, and that a block's pass is read once whatever the tree."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ def rounds(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.setenv("EAGLE3_CPU_KERNELS", "0")
     jaxtyping.config.update("jaxtyping_disable", True)
-    yield importlib.import_module("tpu_rounds")
+    yield importlib.import_module("tpu.rounds")
     jaxtyping.config.update("jaxtyping_disable", False)
 
 

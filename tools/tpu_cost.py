@@ -4,7 +4,7 @@
       --target.name configs/targets/llama31_8b
 
 No TPU and no weights are needed. The compiler makes the optimised HLO of the programs that `tools/tpu_fit.py` plans.
-`tools/tpu_price.py` says what each operation and collective of it costs, and on what grounds. Programs are compiled
+`tools/tpu/price.py` says what each operation and collective of it costs, and on what grounds. Programs are compiled
 with few of the target's layers, `--layers`, each of which then stands for several. Beside a price stands its floor:
 the products' operations over the peak, or of a round their operands' bytes over the bandwidth, divided among the
 devices.
@@ -12,6 +12,9 @@ devices.
 `MFU` is the share of the peak that the traced products use, with those that `remat` computes again. `vanilla` says how
 many vanilla rounds a round takes as long as: one with drafts pays off where it accepts more tokens. The collectives'
 column also counts them: in straight code, and in loops.
+
+`--verbs floors` compiles nothing: it counts what a single request's rounds read (`tools/tpu/rounds.py`) and their least
+time on as many devices of each kind. Phi is a vanilla step's bytes over the round's.
 """
 
 from __future__ import annotations
@@ -21,19 +24,18 @@ import hashlib
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tpu_topology import CHIPS, ENVIRONMENT, topology_devices
+from tpu.topology import CHIPS, ENVIRONMENT, topology_devices
 
 os.environ.update(ENVIRONMENT)
 
 import jax
 import tpu_fit
-from run_parser import run_parser
-from tpu_hlo import Program, optimised, optimised_alone
-from tpu_price import Price, price
-from tpu_rounds import counted, sized
+from tpu.hlo import Program, optimised_alone
+from tpu.price import Price, price
+from tpu.rounds import counted, sized
 
 from eagle3_jax.config import DraftTree, RunConfig, run_file
 from eagle3_jax.decoding.choice import tiers
@@ -42,7 +44,7 @@ from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.training.operations import products
 
-VERBS = ("extract", "train", "rounds")
+VERBS = ("extract", "train", "rounds", "floors")
 _COLUMNS = (
     "program",
     "mesh",
@@ -102,14 +104,12 @@ class Job:
         with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
             return program.trace().lower()
 
-    def text(self, folder: pathlib.Path | None, *, cycles: bool) -> str:
+    def text(self, folder: pathlib.Path | None) -> str:
         """Returns its optimised HLO; with a folder, the one that lies there."""
-        readable = f"{self.name} {self.topology} {pathlib.Path(self.config.target.name).name}"
-        key = hashlib.sha256(repr((self, cycles)).encode()).hexdigest()[:12]
-        file = folder and folder / f"{''.join(x if x.isalnum() else '-' for x in readable)}-{key}.hlo"
+        file = folder and folder / f"{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}.hlo"
         if file and file.exists():
             return file.read_text()
-        text = optimised(self.lowered()) if cycles else optimised_alone(self.lowered)
+        text = optimised_alone(self.lowered)
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
@@ -148,7 +148,7 @@ class Row:
 
 
 def main() -> None:
-    parser = run_parser(__doc__)
+    parser = tpu_fit.run_parser(__doc__)
     parser.add_argument("--topology", required=True, help="v5e:4x4, v6e:2x4, v5p:2x2x2, ...")
     parser.add_argument("--verbs", nargs="+", choices=VERBS, default=["train", "rounds"], help="train and rounds")
     parser.add_argument("--trees", nargs="*", type=sized, default=[], help="num_steps,topk,num_draft_tokens of each")
@@ -157,7 +157,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=500e6, help="of the conversations: 500 million")
     parser.add_argument("--price", type=float, help="of a chip for an hour")
     parser.add_argument("--layers", type=int, default=4, help="of the target that are compiled: 4")
-    parser.add_argument("--cycles", action="store_true", help="products as long as XLA estimates: minutes a program")
     parser.add_argument("--hlo", type=pathlib.Path, help="folder for the HLO texts; those there are not made again")
     arguments, overrides = parser.parse_known_args()
     try:
@@ -167,16 +166,22 @@ def main() -> None:
         config = run_file.load(arguments.config, overrides)
         devices = topology_devices(arguments.topology)
         jobs = list(_jobs(arguments, config))
-        jobs[0].program(arguments.layers)  # is refused, if any
+        for job in jobs[:1]:
+            job.program(arguments.layers)  # is refused, if any
     except ValueError as error:
         parser.error(str(error))
+    if "floors" in arguments.verbs:
+        for line in floors(config, arguments.trees, arguments.context, len(devices)):
+            print(line, flush=True)
+    if not jobs:
+        return
     chips = len(devices) // CHIPS[arguments.topology.split(":")[0]].devices
     print(f"{arguments.topology}: {chips} chips, {arguments.tokens / 1e6:g} million tokens; milliseconds")
     print(f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|")
     rows: list[Row] = []
     vanilla = 0.0
     for job in jobs:
-        row = measured(job, len(devices), arguments.hlo, cycles=arguments.cycles)
+        row = measured(job, len(devices), arguments.hlo)
         if job.name.startswith("rounds"):
             vanilla = vanilla if job.tree else row.price.total
             row = dataclasses.replace(row, vanilla=row.price.total / vanilla)
@@ -203,27 +208,39 @@ def _jobs(arguments: Any, config: RunConfig) -> Iterator[Job]:
                 yield dataclasses.replace(job, name="rounds: rounds", tree=tree, batch=batch, context=arguments.context)
 
 
-def measured(job: Job, devices: int, folder: pathlib.Path | None, *, cycles: bool) -> Row:
+def floors(config: RunConfig, trees: Sequence[DraftTree], context: int, devices: int) -> Iterator[str]:
+    """Yields the lines of a table: what rounds read, in GB, and the floor of as many devices of each kind."""
+    yield f"| draft | drafts read, GB | a round, GB | phi | {' | '.join(f'{name}, ms' for name in CHIPS)} |"
+    yield "|---" * (4 + len(CHIPS)) + "|"
+    vanilla = 0
+    for tree in [None, *trees]:
+        drafts, whole = counted(config, tree, context)
+        vanilla = vanilla or whole.bytes
+        cells = [f"{x.bytes / 1e9:.2f}" for x in (drafts, whole)] + [f"{vanilla / whole.bytes:.2f}"]
+        cells += [f"{1e3 * whole.seconds(chip) / devices:.2f}" for chip in CHIPS.values()]
+        yield f"| {' | '.join([Tier(tree, True).name, *cells])} |"
+
+
+def measured(job: Job, devices: int, folder: pathlib.Path | None) -> Row:
     """Compiles and prices a program.
 
     Args:
         devices: of the slice; a program on fewer of them runs on all others too.
     """
     chip, config = CHIPS[job.topology.split(":")[0]], job.config
-    whole, program = job.program(), Program(job.text(folder, cycles=cycles))
+    whole, program = job.program(), Program(job.text(folder))
     every = job.shape().num_hidden_layers
     a_round = job.name.startswith("rounds")
     how: dict[str, Any] = {"one_pass": True, "branch": min} if a_round else {}
     found = price(program, whole.mesh, chip, layers=every / min(job.layers, every), **how)
-    used, peak = whole.mesh.size, chip.teraflops * 1e12
+    used = whole.mesh.size
     if a_round:  # a greedy one: its conditionals' shorter branches
-        work = counted(config, job.tree, job.context, job.batch)[1]
-        floor = max(work.operations / peak, work.bytes / (chip.gigabytes * 1e9)) / used
+        floor = counted(config, job.tree, job.context, job.batch)[1].seconds(chip) / used
         tokens, share = None if job.tree else job.batch * devices / used, None
         name = f"{Tier(job.tree, True).name}, batch {job.batch}"
     else:
         with jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh):
-            floor = products(whole.trace().jaxpr.jaxpr) / peak / used
+            floor = products(whole.trace().jaxpr.jaxpr) / (chip.teraflops * 1e12) / used
         train = config.train
         rows = whole.arguments["tokens"].shape if job.name == "extract" else (train.batch_size, train.row_length)
         tokens, share, name = math.prod(rows) * devices / used, floor / found.total, job.name

@@ -5,7 +5,7 @@
 Run it on every host of a slice at once (`tools/tpu_vm.sh first-run` does); process 0 prints. The stages:
 
 - device: versions, chips, and their memory against the chip's HBM.
-- kernels: every Pallas kernel of tools/tpu_kernels.py against XLA's operations; products in float32; equal scores.
+- kernels: every Pallas kernel of tools/tpu/cases.py against XLA's operations; products in float32; equal scores.
 - speeds: products of 1 to 16 rows, collectives over the chips of a host and over all, transfers and dispatches.
 - tokens: greedy answers of a packaged model with drafts against those without, in each dtype, on one chip and several.
 - rounds: an 8B target's rounds by draft, with random weights, on all chips of a host.
@@ -13,8 +13,8 @@ Run it on every host of a slice at once (`tools/tpu_vm.sh first-run` does); proc
 
 Each stage is a process of its own: one that fails, crashes or hangs is a line of the table, and the next ones still
 run. Exit status 1: something is WRONG; 2: a wrong argument. A time above twice its prediction is "slow", which fails
-nothing. Rounds, training steps and collectives are predicted as tools/tpu_price.py prices the compiled program, kernels
-by the compiler's cycles (tools/tpu_profile.py). Otherwise a prediction is a floor: bytes or operations over the chip's
+nothing. Rounds, training steps and collectives are predicted as tools/tpu/price.py prices the compiled program, kernels
+by the compiler's cycles (tools/tpu_kernels.py). Otherwise a prediction is a floor: bytes or operations over the chip's
 published figures.
 
 --small runs every stage at toy sizes, on CPUs too, where kernels are interpreted.
@@ -65,7 +65,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, stages: list[str]) -> int:
     """Runs the stages one after the other; returns the exit status."""
-    from first_run import lines
+    from tpu.first_run import lines
 
     folder = arguments.output.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
         found += [lines.Line(**record) for record in records if "process" not in record]
         more = [] if said is None else [lines.failed(stage, said)]
         if stage == "training" and (folder / "train.yaml").exists() and said is None:
-            from first_run import resume
+            from tpu.first_run import resume
 
             more = resume.resumed(folder / "train.yaml")
         for line in more:
@@ -125,7 +125,7 @@ def _write(output: pathlib.Path, found: list[Any]) -> None:
 
 def run_stage(arguments: argparse.Namespace) -> None:
     """Runs one stage, as one of the processes of the slice, and writes its lines beside the output."""
-    from first_run import lines
+    from tpu.first_run import lines
 
     from eagle3_jax.runs import command, processes
 
@@ -156,27 +156,27 @@ def _stage(arguments: argparse.Namespace, folder: pathlib.Path) -> Iterator[Any]
     small, target = arguments.small, arguments.target
     match arguments.stage:
         case "device":
-            from first_run.device import device
+            from tpu.first_run.device import device
 
             yield from device()
         case "kernels":
-            from first_run.kernels import kernels
+            from tpu.first_run.kernels import kernels
 
             yield from kernels(small=small)
         case "speeds":
-            from first_run.speeds import speeds
+            from tpu.first_run.speeds import speeds
 
             yield from speeds(small=small)
         case "tokens":
-            from first_run.tokens import tokens
+            from tpu.first_run.tokens import tokens
 
             yield from tokens(target, small=small)
         case "rounds":
-            from first_run.sizes import rounds
+            from tpu.first_run.sizes import rounds
 
             yield from rounds(small=small)
         case "training":
-            from first_run import resume, sizes
+            from tpu.first_run import resume, sizes
 
             yield from sizes.steps(small=small)
             yield from resume.features(target, arguments.run_dir, folder / "train.yaml", small=small)

@@ -14,6 +14,7 @@ memory beyond the compiler's reserve.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -25,8 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from run_parser import run_parser
-from tpu_topology import ENVIRONMENT, topology_devices
+from tpu.topology import ENVIRONMENT, topology_devices
 
 os.environ.update(ENVIRONMENT)
 
@@ -108,6 +108,21 @@ class Plan:
     @property
     def total(self) -> float:
         return self.needed or self.arguments + self.results + self.temporaries + self.code
+
+
+def run_parser(documentation: str | None) -> argparse.ArgumentParser:
+    """Makes the parser of a tool for `--config`; what it does not know overrides the config's fields.
+
+    Args:
+        documentation: the tool's docstring, whose first line `--help` shows.
+    """
+    parser = argparse.ArgumentParser(
+        description=(documentation or "").splitlines()[0],
+        epilog="Every field of the config can be overridden: --section.field VALUE",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML run file, see configs/")
+    return parser
 
 
 def main() -> None:

@@ -1,195 +1,163 @@
-"""The programs that tools/tpu_profile.py measures: the package's kernels as the engine and the trainer call them."""
+"""Estimates cycles of the TPU kernels without a TPU: compiles ahead of time and reads libtpu's dumps.
+
+    .venv/bin/python tools/tpu_kernels.py [--chips v6e,v5e] [--json FILE]
+
+Each row is one program of tools/tpu/cases.py, compiled in a separate process. Its cycles are counted in one of two
+ways:
+
+- "static profile": libtpu's simulation of the program, waits for copies included, for programs whose loops and copies
+  do not depend on data: top-k of a vocabulary, grouped products. Its memory model is optimistic: reads and writes do
+  not contend, and a copy may exceed the chip's bandwidth.
+- "bundles x trips": instruction bundles times their trip counts from the case, without waits for memory or busy units:
+  a lower bound, good for comparing a kernel with itself. With "matrix products" only stretches of code with such
+  products count, once for blocks without a mask and once for blocks with one. With "loops" all code counts.
+
+Each row has three times, none of them measured: cycles over the assumed clock, least bytes over the chip's bandwidth,
+operations over its peak. A TPU takes at least the largest of them.
+"""
 
 from __future__ import annotations
 
-import functools
-import math
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import tpu_peers
-from tpu_cases import LOOPS, PRODUCTS, Attention, Call, Case, Commit, GroupedProduct, TopK, TrainingTimeTest
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpu.cases import CASES, PRODUCTS, STATIC_PROFILE, Case
+from tpu.topology import CHIPS, ENVIRONMENT, topology_devices
+
+_PROFILE = "--xla_jf_dump_static_llo_profile_to={folder}"
+_BUNDLES = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
+SECONDS = 600  # for one program
 
 
-def program(case: Case, **how: Any) -> Call:
-    """Makes a case's program, in the process that compiles, under the chip's mesh.
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--chips", default=",".join(CHIPS), help="of " + ", ".join(CHIPS))
+    parser.add_argument("--kernels", default="", help="only kernels whose name begins so")
+    parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        compile_case(arguments.child[0], CASES[int(arguments.child[1])])
+        return
+    chips = arguments.chips.split(",")
+    if unknown := set(chips) - CHIPS.keys():
+        parser.error(f"--chips: got {', '.join(sorted(unknown))}, expected some of {', '.join(CHIPS)}")
+    rows = []
+    print(f"{'kernel':24}{'sizes':28}{'chip':>6}{'cycles':>9}{'us':>8}{'memory':>8}{'compute':>8}  method")
+    for chip in chips:
+        for number, case in enumerate(CASES):
+            if case.kernel.startswith(arguments.kernels):
+                rows.append(row := measure(chip, case, [sys.executable, __file__, "--child", chip, str(number)]))
+                print(line(case, row), flush=True)
+    if arguments.json:
+        arguments.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
-    Args:
-        how: `implementation` and `interpret` of one of this package's kernels.
-    """
-    return PROGRAMS[case.kernel](case, **how)
+
+def measure(name: str, case: Case, command: list[str]) -> dict[str, Any]:
+    """Makes the row of the program that `command` compiles; a row without cycles has a reason."""
+    chip, (cycles, reason) = CHIPS[name], count(case.method, command)
+    return dataclasses.asdict(case) | {
+        "chip": name,
+        "cycles": cycles,
+        "cycles_microseconds": None if cycles is None else round(cycles / chip.gigahertz / 1e3, 2),
+        "memory_microseconds": round(case.floor_bytes / chip.gigabytes / 1e3, 2),
+        "compute_microseconds": round(case.operations / chip.teraflops / 1e6, 2),
+        "reason": reason,
+    }
 
 
-def tree_attention(case: Attention, **how: Any) -> Call:
-    """Counts tree attention over pages, with lengths known at run time; trips are for sequences of full length."""
-    import jax.numpy as jnp
+def line(case: Case, row: dict[str, Any]) -> str:
+    cycles = f"{'-':>9}{'-':>8}" if row["cycles"] is None else f"{row['cycles']:9}{row['cycles_microseconds']:8.1f}"
+    floors = f"{row['memory_microseconds']:8.1f}{row['compute_microseconds']:8.1f}"
+    return f"{case.kernel:24}{case.sizes:28}{row['chip']:>6}{cycles}{floors}  {row['reason'] or case.method}"
 
-    from eagle3_jax.decoding.core import PAGE_SIZE
-    from eagle3_jax.kernels import dispatch
-    from eagle3_jax.kernels.tree_attention.api import tree_attention
-    from eagle3_jax.kernels.tree_attention.plan import plan
 
-    c, cores, dtype, pages = case, dispatch.cores(), jnp.dtype(case.dtype), case.keys // PAGE_SIZE
-    queries, cache = (c.batch, c.nodes, c.query_heads, c.head_dim), _pages(c.batch * c.keys, c.kv_heads, c.head_dim)
-    arguments: list[Any] = [
-        ((c.batch, pages), "int32"),
-        (queries, c.dtype),
-        *[((c.batch, c.nodes, c.kv_heads, c.head_dim), c.dtype)] * 2,
-        *[(cache, c.dtype)] * 2,
-        ((c.batch,), "int32"),
+def count(method: str, command: list[str]) -> tuple[int | None, str | None]:
+    """Counts cycles of the program that `command` compiles, or returns the reason for none."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = (_PROFILE if method == STATIC_PROFILE else _BUNDLES).format(folder=folder)
+        environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return None, f"does not compile: more than {SECONDS} seconds"
+        if done.returncode:
+            return None, f"does not compile: {done.stderr.strip().splitlines()[-1:] or done.returncode}"
+        if method == STATIC_PROFILE:
+            cycles = static_profile(pathlib.Path(folder))
+            return cycles, None if cycles else "not modelled"
+        sizes = by_product if method == PRODUCTS else by_loop
+        return bundles(pathlib.Path(folder), json.loads(done.stdout.splitlines()[-1]), sizes)
+
+
+def static_profile(folder: pathlib.Path) -> int | None:
+    """Sums the cycles of the program's operations, without copies of arguments into other layouts."""
+    total = 0
+    for path in folder.glob("*.textproto"):
+        for operation in path.read_text().split("hlo_op_estimate {")[1:]:
+            name = re.search(r'hlo_op_name: "([^"]+)"', operation)
+            cycles = re.search(r"estimated_cycles: (-?\d+)", operation)
+            if name and cycles and not re.fullmatch(r"copy[.\d]*", name[1]):
+                total += int(cycles[1])
+    return total or None
+
+
+def bundles(
+    folder: pathlib.Path, trips: dict[str, list[int]], sizes: Callable[[str], list[int]]
+) -> tuple[int | None, str | None]:
+    """Sums `sizes` times trip counts over the custom calls with these names."""
+    total = 0
+    for name, times in trips.items():
+        paths = [path for path in folder.glob(f"*{name}*-final_bundles.txt") if "schedule-analysis" not in path.name]
+        found = [size for path in paths for size in sizes(path.read_text())]
+        if len(found) != len(times):
+            return None, f"pieces of code of {name}: got {found} bundles, expected {len(times)} pieces"
+        total += sum(size * trip for size, trip in zip(found, times, strict=True))
+    return total, None
+
+
+def by_product(code: str) -> list[int]:
+    """Counts bundles of each stretch of code with matrix products; loops and branch targets end a stretch."""
+    stretches = re.split(r"^ *0x[0-9a-f]+ +(?=[A-Z]{2}:)", code, flags=re.MULTILINE)
+    return [
+        1 + len(re.findall(r"^ *0x[0-9a-f]+ ", stretch, re.MULTILINE)) for stretch in stretches if "vmatmul" in stretch
     ]
-    if not case.kernel.endswith("causal"):
-        arguments.append(((c.batch, c.nodes, c.nodes), "bool"))
-
-    # Blocks of the prefix and blocks with the tail have separate code. The cores of a device share the sequences, or
-    # the KV heads of each sequence, which have equally many blocks.
-    shape = plan(queries, cache, (dtype, dtype), tail=c.nodes, pages=pages)
-    _, blocks, _, bare = shape.blocks(c.keys - c.nodes, 0, 0)
-    tiles = c.batch * shape.tiles if c.batch % cores else c.batch // cores * shape.tiles
-    trips = {"tree_attention.": [tiles * bare, tiles * (blocks - bare)]}
-    attend = functools.partial(tree_attention, **how)
-    return Call(lambda table, *rest: attend(*rest, page_table=table), arguments, trips, donated=(4, 5))
 
 
-def _pages(tokens: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Returns the shape of an engine's cache."""
-    from eagle3_jax.decoding.core import PAGE_SIZE
-
-    return tokens // PAGE_SIZE + 1, kv_heads, PAGE_SIZE, head_dim
-
-
-def vocabulary_top_k(case: TopK, **how: Any) -> Call:
-    from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k
-
-    return _top_k(case, functools.partial(vocabulary_top_k, k=case.k, **how))
-
-
-def lax_top_k(case: TopK) -> Call:
-    """Logits, then XLA's own top-k."""
-    import jax
-    import jax.numpy as jnp
-
-    def top_k(x: Any, rows: Any) -> Any:
-        logits = jnp.einsum("mh,vh->mv", x, rows, preferred_element_type=jnp.float32)
-        best, tokens = jax.lax.top_k(logits, case.k)
-        return best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), tokens
-
-    return _top_k(case, top_k)
+def by_loop(code: str) -> list[int]:
+    """Counts bundles of each loop, without inner loops, in order of their beginnings (`LB`, `>` for each level)."""
+    sizes: list[int] = []
+    inside: list[int] = []  # the loops around a bundle, outermost first
+    for label, depth in re.findall(r"^ *(?:0x)?[0-9a-f]+ +([A-Z]{2})?: *(>*) *\{", code, re.MULTILINE):
+        del inside[len(depth) - (label == "LB") :]
+        if label == "LB":
+            inside.append(len(sizes))
+            sizes.append(0)
+        if inside:
+            sizes[inside[-1]] += 1
+    return sizes
 
 
-def _top_k(case: TopK, function: Any) -> Call:
-    return Call(function, [((case.queries, case.hidden), case.dtype), ((case.vocabulary, case.hidden), case.dtype)])
+def compile_case(chip: str, case: Case) -> None:
+    """Compiles one program and prints its trips; runs in the child, where libtpu dumps its profile or its code."""
+    place = NamedSharding(Mesh(topology_devices(CHIPS[chip].topology)[:1], ("model",)), PartitionSpec())
+    with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
+        call = case.call()
+        arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in call.arguments]
+        jax.jit(call.function, donate_argnums=call.donated).lower(*arguments).compile()
+    print(json.dumps(call.trips))
 
 
-def grouped_product(case: GroupedProduct, **how: Any) -> Call:
-    import jax.numpy as jnp
-
-    from eagle3_jax.kernels.contraction import contract
-    from eagle3_jax.kernels.linear.layouts import Quantised
-    from eagle3_jax.kernels.linear.quantised import product
-
-    c, scales = case, ((case.inputs // case.group, case.outputs), "float32")
-    parts = [((c.inputs, c.outputs), f"int{c.bits}"), scales, *([scales] if c.bits == 4 else [])]
-
-    def multiply(x: Any, values: Any, scale: Any, offset: Any = None) -> Any:
-        matrix = Quantised(values, scale, offset, jnp.dtype(c.dtype))
-        return product(x, matrix, functools.partial(contract, "mk,kn->mn"), **how).astype(x.dtype)
-
-    return Call(multiply, [((c.rows, c.inputs), c.dtype), *parts])
-
-
-def ttt_attention(case: TrainingTimeTest, **how: Any) -> Call:
-    import jax
-    import jax.numpy as jnp
-
-    from eagle3_jax.kernels.ttt_attention.api import ttt_attention
-    from eagle3_jax.kernels.ttt_attention.tpu import plan
-
-    c = case
-    queries = (1, c.length, c.query_heads, c.head_dim)
-    keys = (c.steps, 1, c.length, c.kv_heads, c.head_dim)
-    shape = plan(queries, keys, jnp.dtype(c.dtype))
-    # One document: every chunk lies inside it; chunks below the diagonal need no mask, the others do.
-    bare = sum((tile * shape.tile + 1) // shape.chunk for tile in range(shape.tiles))
-    seen = sum(math.ceil((tile + 1) * shape.tile / shape.chunk) for tile in range(shape.tiles))
-    loops = [c.kv_heads * trips for trips in (shape.tiles, 0, bare, seen - bare)]
-    arguments: list[Any] = [(queries, c.dtype), *[(keys, c.dtype)] * 2, ((1, c.length), "int32"), ((), "int32")]
-    attend = functools.partial(ttt_attention, **how)
-    if not c.backward:
-        return Call(attend, arguments, {"ttt_attention.": loops})
-
-    def gradients(q: Any, k: Any, v: Any, segments: Any, newest: Any, cotangent: Any) -> Any:
-        return jax.vjp(lambda q, k, v: attend(q, k, v, segments, newest), q, k, v)[1](cotangent)
-
-    return Call(gradients, [*arguments, (queries, c.dtype)], {"ttt_attention_backward": loops})
-
-
-def commit(case: Commit, **how: Any) -> Call:
-    """Counts the commit of a path; work that depends on the path counts for each of its rows."""
-    from eagle3_jax.decoding.core import PAGE_SIZE
-    from eagle3_jax.kernels.cache.api import commit
-
-    c = case
-    caches = [(_pages(c.batch * c.slots, c.kv_heads, c.head_dim), c.dtype)] * 2 * c.layers
-    # Loops: sequences; copies of each row's tile and of the two destination tiles, and waits for both; rows, and the
-    # caches within each; the two copies back, and waits for them.
-    loops = [1, c.nodes, 2, c.nodes, 2, c.nodes, (c.nodes - 1) * len(caches), 2, 2]
-
-    def move(lengths: Any, path: Any, table: Any, *caches: Any) -> Any:
-        return commit(caches, lengths, path, page_table=table, **how)
-
-    table = ((c.batch, c.slots // PAGE_SIZE), "int32")
-    arguments: list[Any] = [((c.batch,), "int32"), ((c.batch, c.nodes), "int32"), table, *caches]
-    trips = {"commit.": [c.batch * trips for trips in loops]}
-    return Call(move, arguments, trips, donated=tuple(range(3, len(arguments))))
-
-
-PROGRAMS: dict[str, Callable[..., Call]] = {
-    "tree_attention": tree_attention,
-    "tree_attention causal": tree_attention,
-    "jax flash_attention, dense bias": tpu_peers.flash,
-    "xla, dense mask": tpu_peers.xla,
-    "jax paged_attention": tpu_peers.paged,
-    "jax ragged_paged_attention": tpu_peers.ragged,
-    "tpu-inference RPA v3": tpu_peers.ragged_v3,
-    "vocabulary_top_k": vocabulary_top_k,
-    "xla, logits and k argmax": functools.partial(vocabulary_top_k, implementation="xla"),
-    "xla, logits and top_k": lax_top_k,
-    "grouped_product": grouped_product,
-    "ttt_attention": ttt_attention,
-    "ttt_attention backward": ttt_attention,
-    "commit": commit,
-}
-
-_TOP_K = [(4, 1), (4, 4), (32, 8)]
-CASES: list[Case] = [
-    Attention("tree_attention", PRODUCTS),
-    Attention("tree_attention causal", PRODUCTS),
-    Attention("tree_attention", PRODUCTS, nodes=16),
-    Attention("tree_attention causal", PRODUCTS, nodes=1),
-    Attention("tree_attention", PRODUCTS, batch=1),
-    Attention("tree_attention", PRODUCTS, query_heads=8, kv_heads=1),  # 70B over 8 chips
-    *(TopK("vocabulary_top_k", queries=queries, k=k) for queries, k in _TOP_K),
-    TopK("vocabulary_top_k", hidden=8192, vocabulary=4000),  # 70B over 8 chips
-    *(GroupedProduct("grouped_product", rows=rows) for rows in (4, 16, 64, 512)),
-    GroupedProduct("grouped_product", inputs=14336, outputs=4096),
-    GroupedProduct("grouped_product", bits=8),
-    TrainingTimeTest("ttt_attention", LOOPS),
-    TrainingTimeTest("ttt_attention backward", LOOPS),
-    Commit("commit", LOOPS),
-]
-PEERS: list[Case] = [
-    Attention("jax flash_attention, dense bias"),
-    Attention("xla, dense mask"),
-    Attention("jax ragged_paged_attention", PRODUCTS),
-    Attention("tpu-inference RPA v3", PRODUCTS),
-    Attention("jax ragged_paged_attention", PRODUCTS, nodes=16),
-    Attention("tpu-inference RPA v3", PRODUCTS, nodes=16),
-    Attention("jax paged_attention", PRODUCTS, nodes=1),
-    Attention("tpu-inference RPA v3", PRODUCTS, nodes=1),
-    *(
-        TopK(kernel, queries=queries, k=k)
-        for kernel in ("xla, logits and k argmax", "xla, logits and top_k")
-        for queries, k in _TOP_K
-    ),
-]
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.linear.quantised import WIDE, bytes_of, chunk_of
 from eagle3_jax.kernels.tpu.registers import SUBLANES, dot
 
-# The tiling, chosen by static profiles (tools/tpu_profile.py).
+# The tiling, chosen by static profiles (tools/tpu_kernels.py).
 _SCALED_SUMS = 24  # rows of which the sums are scaled, not the values, which for more rows costs less
 _BLOCK_BYTES = 4 << 20  # of values: a step of the grid costs as much as half a megabyte
 _BLOCK_COLUMNS = 1024

@@ -23,7 +23,7 @@ from eagle3_jax.kernels.dispatch import cores, over_mesh, split_axes
 from eagle3_jax.kernels.tpu.registers import LANES, NEVER, SUBLANES, dot
 from eagle3_jax.kernels.vocabulary.lists import Lists, gathered, merged
 
-# The tiling, chosen by static profiles (tools/tpu_profile.py).
+# The tiling, chosen by static profiles (tools/tpu_kernels.py).
 _BLOCK_BYTES = 8 << 20  # bytes of a block of vocabulary rows
 _BLOCK_ROWS = 2048
 _TILE_BYTES = 4 << 20  # bytes of a tile of queries

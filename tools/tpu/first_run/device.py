@@ -9,7 +9,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from eagle3_jax.runs import machine, processes
-from first_run.lines import OK, Line, right, skipped
+from tpu.first_run.lines import OK, Line, right, skipped
 
 # Shares of a chip's HBM: what the runtime gives to programs at least, and what may be in use before anything ran.
 LEAST_LIMIT, MOST_USED = 0.85, 0.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import math
 import re
@@ -66,12 +65,3 @@ def topology_devices(name: str) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         expected = "a TPU topology such as v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1"
         raise ValueError(f"--topology: got {name!r}, expected {expected} ({error})") from error
-
-
-@functools.cache
-def mesh(chip: Chip) -> Any:
-    """Makes a mesh of one such device."""
-    import jax
-    import numpy as np
-
-    return jax.sharding.Mesh(np.array(topology_devices(chip.topology)[:1]), ("model",))

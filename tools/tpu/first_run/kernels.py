@@ -12,14 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tpu_cases import Attention, Call, Case, Commit, GroupedProduct, TopK, TrainingTimeTest
-from tpu_kernels import CASES, program
-from tpu_topology import CHIPS
 
 from eagle3_jax.decoding.measure import timing
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.vocabulary.api import argmax, vocabulary_logits
-from first_run.lines import Line, attempt, chip_of, predict, right, skipped, time, within
+from tpu.cases import CASES, Attention, Call, Case, Commit, GroupedProduct, TopK, TrainingTimeTest
+from tpu.first_run.lines import Line, attempt, chip_of, predict, right, skipped, time, within
+from tpu.topology import CHIPS
 
 # Largest error beside the largest number of the expected result, in bfloat16, as all cases are.
 TOLERANCE = 2e-2
@@ -27,7 +26,7 @@ TOLERANCE = 2e-2
 # bfloat16 instead of HIGHEST has 3e-3.
 FLOAT32_TOLERANCE = 2e-5
 TIMES = 32  # calls of a kernel in one program, so that the start of a program counts little
-CYCLES = pathlib.Path(__file__).parents[2] / "tests/kernels/tpu_cycles.json"
+CYCLES = pathlib.Path(__file__).parents[3] / "tests/kernels/tpu_cycles.json"
 _SMALL: dict[type[Case], dict[str, Any]] = {
     Attention: {"nodes": 4, "query_heads": 4, "kv_heads": 2, "batch": 2, "keys": 512},
     TopK: {"queries": 4, "k": 4, "hidden": 128, "vocabulary": 512},
@@ -56,7 +55,7 @@ def _interpreted() -> dict[str, Any]:
 
 
 def cases(*, small: bool) -> list[Case]:
-    """Lists the cases of tools/tpu_kernels.py; small ones, each once, for an interpreter on a CPU."""
+    """Lists the kernels' cases; small ones, each once, for an interpreter on a CPU."""
     if not small:
         return CASES
     shrunk = [dataclasses.replace(case, **_SMALL[type(case)]) for case in CASES]
@@ -64,9 +63,9 @@ def cases(*, small: bool) -> list[Case]:
 
 
 def _kernel(name: str, case: Case, device: Any, how: dict[str, Any]) -> Iterator[Line]:
-    pallas = program(case, implementation="pallas", **how)
+    pallas = case.call(implementation="pallas", **how)
     arguments = operands(case, pallas)
-    got, expected = (jax.jit(call.function)(*arguments) for call in (pallas, program(case, implementation="xla")))
+    got, expected = (jax.jit(call.function)(*arguments) for call in (pallas, case.call(implementation="xla")))
     yield within(name, difference(got, expected), TOLERANCE)
     del got, expected
     if how:
@@ -161,7 +160,7 @@ def repeated(call: Call, times: int) -> jax.stages.Wrapped:
 
 
 def predict_cycles(case: Case, chip: str | None) -> float | None:
-    """Returns a kernel's seconds from the compiler's cycles (tools/tpu_profile.py), if they are stored for the chip."""
+    """Returns a kernel's seconds from the compiler's cycles (tools/tpu_kernels.py), if they are stored for the chip."""
     wanted = dataclasses.asdict(case) | {"chip": chip}
     for row in json.loads(CYCLES.read_text()) if chip and CYCLES.exists() else ():
         if all(row.get(name) == value for name, value in wanted.items()):
@@ -196,7 +195,7 @@ def _equal_scores(how: dict[str, Any]) -> Iterator[Line]:
     logits = vocabulary_logits(x, rows)
     expected = [7, 130, 400, 20, 300, 0]
     for name, got in {
-        "vocabulary_top_k": jax.jit(program(case, implementation="pallas", **how).function)(x, rows)[1],
+        "vocabulary_top_k": jax.jit(case.call(implementation="pallas", **how).function)(x, rows)[1],
         "lax.top_k": jax.jit(lambda logits: jax.lax.top_k(logits, case.k)[1])(logits),
         "argmax": jax.jit(argmax)(logits)[:, None],
     }.items():

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import tpu_hlo
-import tpu_price
 from jax.sharding import Mesh
-from tpu_topology import CHIPS, Chip
 
 from eagle3_jax.runs.chips import TERAFLOPS
+from tpu import hlo
+from tpu import price as pricing
+from tpu.topology import CHIPS, Chip
 
 OK, WRONG, SLOW, SKIPPED = "ok", "WRONG", "slow", "skipped"
 # A time is slow from this many times its prediction on.
@@ -114,15 +114,15 @@ def predict(chip: Chip | None, *, read: float = 0, operations: float = 0, device
 def predict_program(lowered: jax.stages.Lowered, mesh: Mesh, *, rounds: bool) -> float | None:
     """Predicts the seconds of a program, or of one greedy round of it, from its compiled operations and collectives.
 
-    None is no prediction: there are no figures of the chip, or the compiler wrote what JAX or tools/tpu_hlo.py cannot
+    None is no prediction: there are no figures of the chip, or the compiler wrote what JAX or tools/tpu/hlo.py cannot
     read.
     """
     if (chip := chip_of(mesh.devices.flat[0])) is None:
         return None
     try:
-        program = tpu_hlo.Program(lowered.compile().as_text() or "")
+        program = hlo.Program(lowered.compile().as_text() or "")
         how: dict[str, Any] = {"one_pass": True, "branch": min} if rounds else {}
-        return tpu_price.price(program, mesh, chip, **how).total
+        return pricing.price(program, mesh, chip, **how).total
     except Exception:  # of a compiler that was never seen; a floor is left
         traceback.print_exc()
         return None
@@ -134,9 +134,9 @@ def predict_collective(kind: str, size: int, axis: str, mesh: Mesh) -> float | N
         return None
     ids = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), mesh.axis_names.index(axis), -1)
     group = tuple(ids.reshape(-1, mesh.shape[axis])[0].tolist())
-    travelling = tpu_hlo.Collective(kind, size, (axis,), group, times=1, in_loop=False, where="")
+    travelling = hlo.Collective(kind, size, (axis,), group, times=1, in_loop=False, where="")
     places = [(*device.coords, getattr(device, "core_on_chip", 0)) for device in mesh.devices.flat]
-    return tpu_price.travel(travelling, places, chip)
+    return pricing.travel(travelling, places, chip)
 
 
 def duration(seconds: float) -> str:

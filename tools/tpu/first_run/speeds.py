@@ -18,7 +18,7 @@ from eagle3_jax.decoding.measure import timing
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, put, replicated
 from eagle3_jax.models.inference_layout import Product
-from first_run.lines import Line, attempt, chip_of, predict, predict_collective, right, skipped, time
+from tpu.first_run.lines import Line, attempt, chip_of, predict, predict_collective, right, skipped, time
 
 TIMES = 16  # collectives in one program
 ARGUMENTS = 400  # as many leaves as an 8B target, its head and its caches have

@@ -22,7 +22,7 @@ from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import disk, manifest, processes
 from eagle3_jax.runs.command import STOPPED
-from first_run.lines import OK, Line, attempt, right, skipped, time
+from tpu.first_run.lines import OK, Line, attempt, right, skipped, time
 
 STEPS = 30
 SECONDS = 300  # for one run of the verb

@@ -1,14 +1,8 @@
-"""Counts what a round of drafts reads and computes, for every draft size given, and its least time on TPU chips.
+"""Counts what a round of drafts reads and computes, from its traced program; nothing is compiled.
 
-    .venv/bin/python tools/tpu_rounds.py --config configs/qwen3_8b_dflash.yaml --target.name configs/targets/qwen3_8b \
-      --trees 7,1,8 7,4,16 7,8,64
-
-Nothing is compiled: the traced round is read. Bytes are those of the operands of its matrix products, each read once a
-product, in the bits that memory holds (`--target.weights int8`, or int4 as its Pallas kernel reads it): weights, and a
-context of `--context` tokens in the caches. Operations are those of the same products. Phi is a vanilla step's bytes
-over the round's. The least time of a chip is the larger of bytes over its bandwidth and operations over its peak, of a
-slice of `--devices` among which all is divided evenly. Collectives, other operations and waits take time too: it is a
-floor.
+Bytes are those of the operands of its matrix products, each read once a product, in the bits that memory holds
+(`--target.weights int8`, or int4 as its Pallas kernel reads it): weights, and the context in the caches. Operations are
+those of the same products. Collectives, other operations and waits take time too: what is counted is a floor.
 """
 
 from __future__ import annotations
@@ -20,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 import tpu_fit  # sets the environment of JAX
-from run_parser import run_parser
-from tpu_topology import CHIPS
+
+from tpu.topology import Chip
 
 os.environ["EAGLE3_CPU_KERNELS"] = "0"  # products are XLA's operations, which can be read
 
@@ -29,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var, jaxprs_in_params
 
-from eagle3_jax.config import DraftTree, RunConfig, run_file
+from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.core import PAGE_SIZE
 from eagle3_jax.decoding.device.models import Models
@@ -55,6 +49,10 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(self.bytes + other.bytes, self.operations + other.operations)
+
+    def seconds(self, chip: Chip) -> float:
+        """Returns the least time of one device: the larger of bytes over bandwidth and operations over the peak."""
+        return max(self.bytes / (chip.gigabytes * 1e9), self.operations / (chip.teraflops * 1e12))
 
 
 def work(jaxpr: Any) -> Work:
@@ -127,29 +125,3 @@ def sized(text: str) -> DraftTree:
     """Parses "steps,topk,nodes"."""
     steps, topk, nodes = map(int, text.split(","))
     return DraftTree(num_steps=steps, topk=topk, num_draft_tokens=nodes)
-
-
-def main() -> None:
-    parser = run_parser(__doc__)
-    parser.add_argument("--trees", nargs="+", type=sized, required=True, help="num_steps,topk,num_draft_tokens of each")
-    parser.add_argument("--context", type=int, default=2048, help="tokens in the caches: 2048")
-    parser.add_argument("--devices", type=int, default=4, help="devices of the slice: 4")
-    arguments, overrides = parser.parse_known_args()
-    config = run_file.load(arguments.config, overrides)
-    print(f"| draft | drafts read, GB | a round, GB | phi | {' | '.join(f'{name}, ms' for name in CHIPS)} |")
-    print("|---" * (4 + len(CHIPS)) + "|")
-    vanilla = 0
-    for tree in [None, *arguments.trees]:
-        drafts, whole = counted(config, tree, arguments.context)
-        vanilla = vanilla or whole.bytes
-        least = [
-            1e3 * max(whole.bytes / chip.gigabytes / 1e9, whole.operations / chip.teraflops / 1e12) / arguments.devices
-            for chip in CHIPS.values()
-        ]
-        times = " | ".join(f"{time:.2f}" for time in least)
-        read = f"{drafts.bytes / 1e9:.2f} | {whole.bytes / 1e9:.2f} | {vanilla / whole.bytes:.2f}"
-        print(f"| {Tier(tree, True).name} | {read} | {times} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

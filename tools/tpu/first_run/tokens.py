@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import full_size
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +25,8 @@ from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import processes
-from first_run import sizes
-from first_run.lines import OK, WRONG, Line, attempt
+from tpu.first_run import sizes
+from tpu.first_run.lines import OK, WRONG, Line, attempt
 
 # Two edits, of text and of code, whose answers quote the prompt, and one question.
 PROMPTS = {
@@ -92,7 +91,7 @@ def _split(dtype: Dtype, *, small: bool) -> Iterator[Line]:
     rng = np.random.default_rng(0)
     prompts = {key: rng.integers(0, shape.vocab_size, 40).tolist() for key in PROMPTS}
     name = f"{dtype}, {len(devices)} devices"
-    yield from _compared(name, run.target, full_size.NoTokenizer(), run.draft, prompts, {}, small=small)
+    yield from _compared(name, run.target, sizes.NoTokenizer(), run.draft, prompts, {}, small=small)
 
 
 def _compared(
@@ -120,7 +119,7 @@ def random_head(target: TargetModel) -> Draft:
     config = target.config
     shape = DraftHeadConfig.for_target(DraftConfig(vocab_size=min(config.vocab_size, 1024)), config)
     dtype = target.embed[...].dtype
-    head = full_size.random(lambda: DraftHead(shape, dtype=dtype, rngs=nnx.Rngs(0)))
+    head = sizes.random(lambda: DraftHead(shape, dtype=dtype, rngs=nnx.Rngs(0)))
     return Draft(head, jnp.arange(shape.draft_vocab_size, dtype=jnp.int32))
 
 

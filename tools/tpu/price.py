@@ -4,8 +4,7 @@ Everything is a floor of its own, one after the other; nothing here was measured
 
 - An operation takes the longest of three times. Operations of its products (a multiply-add is two; float32 at the
   highest precision is six passes) over the chip's peak. Bytes that it reads and writes in HBM over the bandwidth. And
-  2,000 cycles, the least that XLA's own estimates give a fusion. Scalars take no time. A product takes as long as XLA
-  estimates, where the text has estimates: they are made with the machine code.
+  2,000 cycles, the least that XLA's own estimates give a fusion. Scalars take no time.
 - Of an operand that is sliced, the slice counts; of an array that is updated in place, the update. What stays in VMEM
   takes no time, but what was copied there beforehand is read by the operation that uses it.
 - A Pallas kernel reads its operands and writes its results once. Its own products are not in the HLO, and not counted.
@@ -29,7 +28,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tpu_hlo import (
+
+from tpu.hlo import (
     COLLECTIVE,
     Collective,
     Executed,
@@ -41,7 +41,7 @@ from tpu_hlo import (
     root_of,
     shape_of,
 )
-from tpu_topology import HOP, Chip
+from tpu.topology import HOP, Chip
 
 _LEAST_CYCLES = 2000
 _LAYER = "_decoder_layer"  # the traced function of a layer of the target, for every family
@@ -97,7 +97,7 @@ def price(
     Args:
         mesh: the `jax.sharding.Mesh` that it was compiled for.
         layers: how many of the target's layers each compiled one stands for.
-        one_pass: see `tpu_hlo.Program.executed`; so is `branch`.
+        one_pass: see `hlo.Program.executed`; so is `branch`.
     """
 
     def times(x: Executed | Collective, where: str) -> float:
@@ -112,11 +112,10 @@ def price(
             inner = list(program.inner(name, operation))
             operations = sum(_operations(program, *pair) for pair in inner)
             product = operations or "dot_general" in operation.where  # of one row: a sum of products for XLA
-            estimated = re.search(r'"estimated_cycles":"(\d+)"', operation.rest) if product else None
             seconds = max(
                 operations / (chip.teraflops * 1e12),
                 memory.bytes(name, operation) / (chip.gigabytes * 1e9),
-                max(_LEAST_CYCLES, int(estimated[1]) if estimated else 0) / (chip.gigahertz * 1e9),
+                _LEAST_CYCLES / (chip.gigahertz * 1e9),
             )
             alone[name, operation.name] = seconds
             found = Price(products=seconds) if product else Price(passes=seconds)
