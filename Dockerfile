@@ -1,4 +1,4 @@
-# The verbs in a container, for TPU hosts (tools/jobset.yaml) and CPUs:
+# The verbs in a container, for TPU hosts (examples/kubernetes/jobset.yaml) and CPUs:
 #
 #     docker build --tag eagle3-jax .
 #     mkdir -p runs

@@ -16,7 +16,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def documents(name: str) -> dict[str, Any]:
     """Kind -> document."""
-    return {document["kind"]: document for document in yaml.safe_load_all((ROOT / "tools" / name).read_text())}
+    text = (ROOT / "examples/kubernetes" / name).read_text()
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
 
 
 def asked_of(pod: dict[str, Any], hosts: int) -> RunConfig:
@@ -86,5 +87,5 @@ def test_the_servers_of_a_deployment_are_scaled_by_a_metric_that_is_there():
 
 @pytest.mark.parametrize("name", ["leaderworkerset.yaml", "deployment.yaml"])
 def test_manifests_have_no_names_of_an_image_or_a_cluster(name):
-    text = (ROOT / "tools" / name).read_text()
+    text = (ROOT / "examples/kubernetes" / name).read_text()
     assert "image: IMAGE" in text and "namespace" not in text

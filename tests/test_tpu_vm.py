@@ -495,7 +495,7 @@ def test_a_server_that_fails_is_told_with_its_log(cloud, config):
         (["start"], "got start, expected create, install, "),
         (["create"], "--type: got nothing, expected v5litepod-N"),
         (["create", "--type", "v5litepod-12"], "--type: got v5litepod-12, expected v5litepod-N"),
-        (["create", "--type", "tpu7x-8"], "tools/jobset.yaml"),
+        (["create", "--type", "tpu7x-8"], "examples/kubernetes/jobset.yaml"),
         (["create", "--type", "v6e-8", "--name", "Head"], "--name: got Head, expected lower-case letters"),
         (
             ["create", "--type", "v6e-8", "--zone", "us-west4"],
@@ -575,7 +575,7 @@ def test_what_runs_by_itself_ends_with_the_slice():
 
 # ----------------------------------------------------------------------------------------------- Kubernetes, containers
 def test_the_jobset_is_one_slice_whose_hosts_agree():
-    jobset = yaml.safe_load((ROOT / "tools/jobset.yaml").read_text())
+    jobset = yaml.safe_load((ROOT / "examples/kubernetes/jobset.yaml").read_text())
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     spec = jobset["spec"]
     (replicated,) = spec["replicatedJobs"]

@@ -89,7 +89,7 @@ expect --port "$port" '[1-9][0-9]{3,4}' "a port from 1000 on"
 expect --wait-minutes "$wait_minutes" '[1-9][0-9]{0,3}' "1 to 9999"
 if [[ $command == create ]]; then
   slice "$type" || fail "--type: got ${type:-nothing}, expected v5litepod-N or v6e-N (N chips: 1, 4, 8, 16 ... 256), or v5p-N \
-(N cores: 8, 16 ... 1024). A tpu7x is lent through Kubernetes alone: tools/jobset.yaml."
+(N cores: 8, 16 ... 1024). A tpu7x is lent through Kubernetes alone: examples/kubernetes/jobset.yaml."
 fi
 if [[ $options == *--config* ]]; then
   [[ -f $config ]] || fail "--config: got ${config:-nothing}, expected a file of a run, such as configs/llama31_8b.yaml."
