@@ -14,14 +14,13 @@ import itertools
 import pathlib
 import sys
 
-import parity_blocks
-import parity_eagle3
-from peers import PACKAGES, make_importable
+from peers import blocks, eagle3
+from peers.common import PACKAGES, make_importable
 
 TOLERANCE = 1e-5  # relative, float32
 SEEN = 50 * TOLERANCE  # smallest difference of a control
 # Name -> differences by mistake, "" without one. The name begins with the peer's.
-CASES = parity_eagle3.CASES | parity_blocks.CASES
+CASES = eagle3.CASES | blocks.CASES
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ def in_llama_cpp(arguments: argparse.Namespace, target: str, drafts: str, batch:
     """Runs the GGUF, without drafts."""
     sizes = {"max_tokens": TOKENS, "max_model_len": LENGTH, "batch_size": batch, "turns": TURNS}
     own = {"gguf": arguments.gguf, "prompts": golden_prompts(batch), "threads": len(os.sched_getaffinity(0))}
-    return _answer([arguments.llama_cpp, str(ROOT / "tools/llama_cpp_process.py")], json.dumps(own | sizes))
+    return _answer([arguments.llama_cpp, str(ROOT / "tools/peers/llama_cpp.py")], json.dumps(own | sizes))
 
 
 def _answer(command: list[str], request: str | None = None) -> dict[str, Any]:

@@ -34,12 +34,12 @@ check ruff check .
 check ruff format --check .
 check pyrefly check --min-severity error --summary=none --python-interpreter-path "$(command -v python)"
 check lint-imports
-check shellcheck --external-sources --source-path SCRIPTDIR tools/*.sh .ci/run
+check shellcheck --external-sources --source-path SCRIPTDIR tools/*.sh tools/ci/*.sh .ci/run
 check "${PYTEST[@]}" "${select[@]}" "$@"
 if [[ $which == long ]]; then
   # One at a time: several of them start processes of their own, which must find each other within gloo's 30 seconds.
   check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long "$EVERY_ANNOTATION"
-  check bash tools/test_beam.sh
+  check bash tools/ci/test_beam.sh
   check python tools/mutants.py
 fi
 show_times

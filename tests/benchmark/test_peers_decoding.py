@@ -35,7 +35,7 @@ def test_llama_cpp_is_asked_for_greedy_answers_of_the_same_prompts(peers, tmp_pa
     arguments = peers.parsed(["--llama-cpp", str(python), "--gguf", str(gguf)])
     found = peers.in_llama_cpp(arguments, "target", peers.CHAIN, 8)
     asked = found["asked"]
-    assert found["by"].endswith("llama_cpp_process.py")
+    assert found["by"].endswith("peers/llama_cpp.py")
     assert found["answers"] == peers.golden_prompts(8) and len(found["answers"]) == 8
     assert (asked["gguf"], asked["max_tokens"], asked["batch_size"]) == (str(gguf), 64, 8)
     python.write_text("#!/bin/sh\necho no such model >&2; exit 3\n")
@@ -89,7 +89,7 @@ def test_the_process_asks_llama_cpp_s_own_api_for_token_ids(monkeypatch, tmp_pat
     options = lambda: empty(model=empty(), cpuparams=empty(), cpuparams_batch=empty())  # noqa: E731
     monkeypatch.setitem(sys.modules, "xllamacpp", empty(CommonParams=options, Server=start, __version__="0"))
     monkeypatch.syspath_prepend(ROOT / "tools")
-    process = importlib.import_module("llama_cpp_process")
+    process = importlib.import_module("peers.llama_cpp")
     sizes = {"max_tokens": 3, "max_model_len": 64, "batch_size": 2, "threads": 1, "turns": 1}
     try:
         found = process.answer({"gguf": "a.gguf", "prompts": [[1, 2], [3]], **sizes})
@@ -101,18 +101,3 @@ def test_the_process_asks_llama_cpp_s_own_api_for_token_ids(monkeypatch, tmp_pat
     assert sorted(body["prompt"] for _, body in asked) == [[1, 2], [1, 2], [3], [3]]
     path, body = asked[0]
     assert path == "/completion" and body["return_tokens"] and body["ignore_eos"] and body["temperature"] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gguf", "x"], "--llama-cpp, --gguf: got one of them, expected both"),
-        (["--llama-cpp", "none", "--gguf", "x"], "--llama-cpp: got none, expected the Python of an environment"),
-        (["--llama-cpp", sys.executable, "--gguf", "no.gguf"], "--gguf: got no.gguf, expected a file"),
-        (["--vllm", "none"], "--vllm: got none, expected the Python of an environment with it"),
-    ],
-)
-def test_what_is_not_there_is_named(peers, arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        peers.parsed(arguments)
-    assert message in capsys.readouterr().err

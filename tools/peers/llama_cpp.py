@@ -1,4 +1,4 @@
-"""Runs llama.cpp in a process of its own: `PYTHON llama_cpp_process.py < request.json`; the last line of its output is
+"""Runs llama.cpp in a process of its own: `PYTHON llama_cpp.py < request.json`; the last line of its output is
 JSON.
 
 PYTHON belongs to an environment with xllamacpp (`pip install xllamacpp`), without this package.

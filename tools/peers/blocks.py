@@ -1,4 +1,4 @@
-"""Parity of the block heads' training, DFlash, DSpark and DFlash2: loss and gradients. See parity.py.
+"""Parity of the block heads' training, DFlash, DSpark and DFlash2: loss and gradients. See tools/parity.py.
 
 Blocks begin at the same anchors: this package draws them, and a patch hands them to the peer. Where the trainers
 differ by design, the inputs leave no difference:
@@ -26,20 +26,19 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peers
 import torch
 
 from eagle3_jax.formats.blocks.kinds import kind_of_head
 from eagle3_jax.formats.blocks.tensors import table
-from eagle3_jax.formats.tensors import LM_HEAD, Tensors
-from eagle3_jax.mesh import parameter_path
+from eagle3_jax.formats.tensors import LM_HEAD
 from eagle3_jax.models.checkpoint.table import plain
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
 from eagle3_jax.models.shapes import shapes_of
-from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.batch import Batch
 from eagle3_jax.training.block import Anchors, BlockLossConfig, block_loss, draw_anchors
+from peers.common import SIZES, Data, Found, difference, gradients, shape, tensors
 
 DOCUMENTS, LENGTH, BLOCK, ANCHORS = 2, 64, 8, 32  # anchors of one document
 DECAY, ALPHA, WINDOW = 4.0, 0.5, 12
@@ -70,18 +69,8 @@ class Case:
     @property
     def config(self) -> BlockHeadConfig:
         return BlockHeadConfig(
-            vocab_size=512,
+            **SIZES,
             draft_vocab_size=self.draft_vocab_size,
-            hidden_size=64,
-            target_hidden_size=64,
-            intermediate_size=160,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            rms_norm_eps=1e-5,
-            rope_theta=1e4,
-            max_position_embeddings=256,
-            aux_layers=(1, 2, 3),
             block_size=BLOCK,
             mask_token_id=511,
             layer_types=(FULL, SLIDING if self.window else FULL),
@@ -96,53 +85,21 @@ class Case:
         return self.peer == "speculators"
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Two documents: tokens [2, T], features, last hidden states, loss mask; the target's two matrices [V, H]."""
+def random_data(c: BlockHeadConfig, seed: int) -> Data:
+    """Draws two documents with two answers each, the first document's up to its end."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((DOCUMENTS, LENGTH), np.int32)
+    for row, end in zip(mask, (LENGTH, LENGTH - 12), strict=True):
+        first, second = BLOCK + 1 + rng.integers(0, 4), 34 + rng.integers(0, 4)
+        row[first : second - BLOCK - 1] = row[second:end] = 1
+    return Data.random(rng, mask, c.draft_vocab_size)
 
-    token_ids: np.ndarray
-    aux: np.ndarray
-    last_hidden: np.ndarray
-    loss_mask: np.ndarray
-    embed: np.ndarray
-    rows: np.ndarray
-    draft_tokens: np.ndarray
 
-    @classmethod
-    def random(cls, c: BlockHeadConfig, seed: int) -> Data:
-        """Draws documents with two answers each, the first document's up to its end."""
-        rng = np.random.default_rng(seed)
-
-        def normal(*shape: int) -> np.ndarray:
-            return rng.normal(size=shape).astype(np.float32)
-
-        mask = np.zeros((DOCUMENTS, LENGTH), np.int32)
-        for row, end in zip(mask, (LENGTH, LENGTH - 12), strict=True):
-            first, second = BLOCK + 1 + rng.integers(0, 4), 34 + rng.integers(0, 4)
-            row[first : second - BLOCK - 1] = row[second:end] = 1
-        return cls(
-            rng.integers(0, c.vocab_size, mask.shape).astype(np.int32),
-            normal(*mask.shape, 3 * c.hidden_size),
-            normal(*mask.shape, c.hidden_size),
-            mask,
-            normal(c.vocab_size, c.hidden_size),
-            0.3 * normal(c.vocab_size, c.hidden_size),
-            np.sort(rng.permutation(c.vocab_size)[: c.draft_vocab_size]).astype(np.int32),
-        )
-
-    def batch(self, case: Case) -> Batch:
-        """Makes this package's batch: [2, T], or one packed row."""
-        if case.peer == "specforge":
-            best = np.roll(self.token_ids, -1, axis=1)  # the text
-        else:
-            best = self.draft_tokens[(self.last_hidden @ self.rows[self.draft_tokens].T).argmax(-1)]
-        ones = np.ones_like(self.token_ids)
-        positions = np.cumsum(ones, axis=1) - 1
-        segments = np.arange(1, DOCUMENTS + 1)[:, None] * ones if case.packed else ones
-        fields = (self.token_ids, self.aux, self.last_hidden, best, self.loss_mask, segments, positions)
-        rows = 1 if case.packed else DOCUMENTS
-        laid = (x.reshape(rows, -1, *x.shape[2:]) for x in fields)
-        return Batch(*(jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in laid))
+def batch_of(case: Case, data: Data) -> Batch:
+    best = np.roll(data.token_ids, -1, axis=1)  # the text
+    if case.peer == "speculators":
+        best = data.draft_tokens[(data.last_hidden @ data.rows[data.draft_tokens].T).argmax(-1)]
+    return data.batch(best, packed=case.packed)
 
 
 def random_head(case: Case, seed: int) -> DFlash:
@@ -155,27 +112,23 @@ def random_head(case: Case, seed: int) -> DFlash:
     return jax.tree.map(draw, head)
 
 
-def tensors(head: DFlash) -> Tensors:
-    """Converts a head, or its gradient, to a checkpoint's names and layout."""
-    c, found = head.config, {}
-    entries = table(kind_of_head(head), c) | {"lm_head": plain(LM_HEAD, c.draft_vocab_size, c.hidden_size)}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(head):
-        entry = entries[parameter_path(path)]
-        found |= dict(zip(entry.tensors, entry.split(np.asarray(leaf)), strict=True))
-    return found
+def entries(head: DFlash) -> dict[str, Any]:
+    """Returns the checkpoint's entry of each parameter."""
+    c = head.config
+    return table(kind_of_head(head), c) | {"lm_head": plain(LM_HEAD, c.draft_vocab_size, c.hidden_size)}
 
 
 _loss_and_gradient = jax.jit(jax.value_and_grad(block_loss, has_aux=True), static_argnums=4)
 _draw_anchors = jax.jit(draw_anchors, static_argnums=2)
 
 
-def ours(case: Case, head: DFlash, data: Data, anchors: Anchors) -> peers.Found:
+def ours(case: Case, head: DFlash, data: Data, anchors: Anchors) -> Found:
     """Computes this package's loss, over the peer's normaliser."""
-    draft_tokens = jnp.asarray(data.draft_tokens)
-    teacher = Teacher.of(jnp.asarray(data.embed), jnp.asarray(data.rows), draft_tokens)
-    (loss, sums), gradient = _loss_and_gradient(head, teacher, data.batch(case), anchors, case.loss)
+    batch = batch_of(case, data)
+    (loss, sums), gradient = _loss_and_gradient(head, data.teacher(), batch, anchors, case.loss)
     scale = _scale(case, np.asarray(sums["compared"], np.float64))
-    return {"loss": np.asarray(loss) * scale}, {name: x * scale for name, x in tensors(gradient).items()}
+    found = tensors(gradient, entries(head))
+    return {"loss": np.asarray(loss) * scale}, {name: x * scale for name, x in found.items()}
 
 
 def _scale(case: Case, compared: np.ndarray) -> float:
@@ -190,7 +143,7 @@ def _scale(case: Case, compared: np.ndarray) -> float:
     return float(mine / (DOCUMENTS if case.loss.weights == "d-pace" else decayed))
 
 
-def specforge(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors: Anchors) -> peers.Found:
+def specforge(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors: Anchors) -> Found:
     """Computes loss and gradients of SpecForge's `OnlineDFlashModel` or `OnlineDSparkModel`."""
     from specforge.algorithms.common import dflash_family_model as family
     from specforge.modeling import draft as drafts
@@ -228,10 +181,10 @@ def specforge(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors:
             *last_hidden,
         )
         loss.backward()  # runs parts of the loss again
-    return {"loss": loss.detach().numpy()}, peers.gradients(draft)
+    return {"loss": loss.detach().numpy()}, gradients(draft)
 
 
-def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors: Anchors) -> peers.Found:
+def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors: Anchors) -> Found:
     """Computes loss and gradients of speculators' draft model, its losses in plain torch."""
     from speculators.losses import eager
     from speculators.models.dflash import core
@@ -269,7 +222,7 @@ def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchor
     mask = data.loss_mask.reshape(1, -1)
     if case.kind is DSpark:
         mask = np.pad(mask[:, 1:], ((0, 0), (0, 1)))
-    batch = data.batch(case)
+    batch = batch_of(case, data)
     with contextlib.ExitStack() as stack:
         select = functools.partial(mock.patch.object, core, "select_anchors")
         stack.enter_context(select(lambda *_: (torch_of(anchors.at)[0].long(), torch_of(anchors.valid)[0])))
@@ -289,7 +242,7 @@ def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchor
             **options,
         )
         loss.backward()
-    return {"loss": loss.detach().numpy()}, peers.gradients(model)
+    return {"loss": loss.detach().numpy()}, gradients(model)
 
 
 def layer_config(case: Case) -> Any:
@@ -297,7 +250,7 @@ def layer_config(case: Case) -> Any:
 
     c = case.config
     config: Any = Qwen3Config(
-        **peers.shape(c, len(c.layer_types)),
+        **shape(c, len(c.layer_types)),
         layer_types=list(c.layer_types),
         use_sliding_window=case.window is not None,
         sliding_window=case.window,
@@ -443,17 +396,17 @@ PEERS = {"specforge": specforge, "speculators": speculators}
 
 
 def compare(case: Case, seed: int) -> dict[str, dict[str, float]]:
-    """Computes `peers.difference` without a mistake (""), and with each. Requires `peers.make_importable` first."""
-    data, head = Data.random(case.config, seed), random_head(case, seed)
-    batch = data.batch(case)
+    """Computes `difference` without a mistake (""), and with each. Requires `make_importable` first."""
+    data, head = random_data(case.config, seed), random_head(case, seed)
+    batch = batch_of(case, data)
     drawn = _draw_anchors(jax.random.key(seed), batch, ANCHORS * (DOCUMENTS if case.packed else 1))
     valid = drawn.valid & (drawn.at < batch.token_ids.shape[1] - BLOCK) if case.packed else drawn.valid
     anchors = Anchors(jnp.where(valid, drawn.at, 0), jnp.where(valid, drawn.first, 0), valid)
     mine, found = ours(case, head, data, anchors), {}
     for mistake in case.mistakes:
-        weights = peers.torch_weights(tensors(head), data.embed, data.draft_tokens)
+        weights = data.weights(tensors(head, entries(head)))
         theirs = PEERS[case.peer](MISTAKES[mistake](case), weights, data, anchors)
-        found[mistake] = peers.difference(mine, theirs)
+        found[mistake] = difference(mine, theirs)
     return found
 
 

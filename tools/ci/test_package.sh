@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the sdist and its wheel, installs the wheel alone into a new environment, and decodes.
-#   tools/test_package.sh [PYTHON]
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+#   tools/ci/test_package.sh [PYTHON]
+source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 
 PYTHON=${1:-$(find_python)}
 place=$(mktemp -d)
@@ -10,7 +10,7 @@ trap 'rm -rf "$place"' EXIT
 # Tracked files only: a file that was never added must be missing here too.
 mkdir "$place/tree"
 git ls-files -z | xargs -0 cp --parents -t "$place/tree"
-cp tools/check_package.py tests/tiny.py "$place"
+cp tools/ci/check_package.py tests/tiny.py "$place"
 VENV=$place/runtime
 "$PYTHON" -m venv "$VENV"
 python=$VENV/bin/python
