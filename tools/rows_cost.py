@@ -22,13 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice.tiers import VANILLA, Tier
 from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile
-from eagle3_jax.decoding.rounds.state import State, empty_state
+from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import chain, root_only
+from eagle3_jax.decoding.tier import VANILLA, Tier
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.inference_layout import for_inference

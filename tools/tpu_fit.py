@@ -40,19 +40,20 @@ from eagle3_jax.config import AdaptConfig, RunConfig, run_file
 from eagle3_jax.decoding.adapt import learner
 from eagle3_jax.decoding.adapt.vocabulary import make_move
 from eagle3_jax.decoding.choice import tiers
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.core import PAGE_SIZE
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.device.observed import Observed
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, empty_state
+from eagle3_jax.decoding.rounds.observed import Observed
+from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.extract import hidden_states
 from eagle3_jax.formats import eagle2, mtp
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import LOOKUP
-from eagle3_jax.kernels.linear.quantised import bytes_of
+from eagle3_jax.kernels.linear.layouts import bytes_of
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
 from eagle3_jax.models import states
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config

@@ -25,11 +25,11 @@ from tqdm import tqdm
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import sources
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.measure.compare import timed
 from eagle3_jax.decoding.text import end_ids
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.formats.packaged import chosen_draft, draft_identity
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import Target, load_target

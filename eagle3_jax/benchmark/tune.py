@@ -25,8 +25,8 @@ from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.benchmark import decode
 from eagle3_jax.benchmark.decode import Material
 from eagle3_jax.config import DraftTree, RunConfig, run_file
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.formats.packaged import LOOKUP
 from eagle3_jax.mesh import Replica, fetch, mesh_of
 from eagle3_jax.models.checkpoint.fetch import Target

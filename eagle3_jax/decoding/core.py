@@ -19,8 +19,9 @@ from eagle3_jax.config import AdaptConfig, DraftTree, FewBits
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.adapt.api import Learner
 from eagle3_jax.decoding.arguments import KVDtype
-from eagle3_jax.decoding.choice.tiers import VANILLA, choice_for
-from eagle3_jax.decoding.device.runner import ModelRunner, tokens_that_fit
+from eagle3_jax.decoding.choice.tiers import choice_for
+from eagle3_jax.decoding.device.memory import tokens_that_fit
+from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.loop import EngineLoop
 from eagle3_jax.decoding.params import SamplingParams
@@ -28,6 +29,7 @@ from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.request import Name, Output, Request, report_ended
 from eagle3_jax.decoding.scheduler import EngineStats, Scheduler
 from eagle3_jax.decoding.text import end_ids
+from eagle3_jax.decoding.tier import VANILLA
 from eagle3_jax.decoding.warm_up import WarmUp
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel

@@ -10,13 +10,14 @@ from typing import Any, Literal, cast
 
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig, Weights
 from eagle3_jax.decoding import arguments
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.core import GREEDY, EngineCore
 from eagle3_jax.decoding.load import load_models
+from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.decoding.request import Name, Output, Piece, Request
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.decoding.warm_up import WarmUp
 from eagle3_jax.formats.packaged import AUTO
 from eagle3_jax.models.checkpoint import trees
@@ -225,7 +226,7 @@ class Engine(EngineCore):
             RuntimeError: requests run.
         """
         with self._loop.exclusive("profile"):
-            measured = self._runner.profile(tier)
+            measured = profile.measure(self._runner, tier)
             self._scheduler.forget_device()
             return measured
 

@@ -26,11 +26,11 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.runner import ModelRunner, Readable
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.runs import command, processes
 
 PATIENCE = 10.0  # seconds
@@ -180,7 +180,7 @@ class _RowRunner(ModelRunner):
             "for other weights start all processes again"
         )
 
-    pad_products = compile = profile = replace_draft = packed_target = _refuse
+    pad_products = compile = lend = replace_draft = packed_target = _refuse
 
     @contextlib.contextmanager
     def _on_all(self, call: str, *args: Any, **options: Any) -> Iterator[_Awaited]:

@@ -15,8 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from eagle3_jax.acceptance import AcceptanceCounts
-from eagle3_jax.decoding.choice.policy import Acceptance
-from eagle3_jax.decoding.device.catch_up import HeadDebt
+from eagle3_jax.decoding.choice.policy import Acceptance, HeadDebt
 from eagle3_jax.decoding.device.report import Progress, RoundTree
 from eagle3_jax.decoding.pages import PageAllocation
 from eagle3_jax.decoding.params import SamplingParams

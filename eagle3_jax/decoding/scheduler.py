@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from eagle3_jax.decoding.adapt.api import AdaptStats, Learner
-from eagle3_jax.decoding.choice.tiers import Tier, TierChoice, copies, depth_of, nodes_of, scratch_of
+from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.report import first_progress, progress
@@ -29,6 +29,7 @@ from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.params import MAX_LOGPROBS
 from eagle3_jax.decoding.request import FinishReason, Output, QueueFullError, Request, said
 from eagle3_jax.decoding.rounds.state import RequestRows
+from eagle3_jax.decoding.tier import Tier, copies, depth_of, nodes_of, scratch_of
 from eagle3_jax.models.target import TargetModel
 
 _log = logging.getLogger(__name__)

@@ -15,10 +15,12 @@ import threading
 from collections.abc import Callable
 
 from eagle3_jax.decoding.choice import costs
-from eagle3_jax.decoding.choice.tiers import Costs, Tier, TierChoice
+from eagle3_jax.decoding.choice.costs import Costs
+from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.runner import Call, ModelRunner
 from eagle3_jax.decoding.steps import steps
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.runs import command, machine
 from eagle3_jax.runs.progress import Progress
 

@@ -19,8 +19,8 @@ from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.benchmark import decode, tune
 from eagle3_jax.config import DraftTree, run_file
 from eagle3_jax.decoding.choice import tiers
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.runs import command_line
 from eagle3_jax.serve import __main__ as serve
 

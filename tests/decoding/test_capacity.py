@@ -14,7 +14,7 @@ from eagle3_jax.decoding.rounds.generate import cache_length_needed, generate, p
 from eagle3_jax.decoding.rounds.round import advance
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import State
-from eagle3_jax.decoding.rounds.tree import scratch_tokens
+from eagle3_jax.decoding.tier import scratch_tokens
 from eagle3_jax.models import cache as cache_lib
 from eagle3_jax.models.drafts.head import Draft
 

@@ -11,9 +11,9 @@ import tiny_heads
 from toy import CHAIN, MAX_TOKENS, NO_TEXT, SMALL, TREE, generated
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice.tiers import VANILLA
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.rounds.generate import generate
+from eagle3_jax.decoding.tier import VANILLA
 from eagle3_jax.models.drafts.head import Draft
 
 TREES = [CHAIN, TREE, DraftTree(num_steps=3, topk=2, num_draft_tokens=8, lookup_tokens=3)]

@@ -12,8 +12,7 @@ import tiny_families
 from flax import nnx
 
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.kernels.linear.layouts import dense
-from eagle3_jax.kernels.linear.quantised import bytes_of
+from eagle3_jax.kernels.linear.layouts import bytes_of, dense
 from eagle3_jax.mesh import parameter_path, shardings
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import load_target

@@ -24,14 +24,15 @@ import jax.numpy as jnp
 from jax.extend.core import Var, jaxprs_in_params
 
 from eagle3_jax.config import DraftTree, RunConfig
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.core import PAGE_SIZE
+from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.round import advance, draft_tree
-from eagle3_jax.decoding.rounds.state import empty_state
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.kernels.linear import quantised
-from eagle3_jax.kernels.linear.quantised import KINDS, bytes_of
+from eagle3_jax.kernels.linear.layouts import bytes_of
+from eagle3_jax.kernels.linear.quantised import KINDS
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import family_of

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from eagle3_jax.decoding.device.observed import Observed
+from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.models.drafts.head import Draft
 
 

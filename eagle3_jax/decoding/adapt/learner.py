@@ -23,7 +23,7 @@ from eagle3_jax.data import vocab
 from eagle3_jax.decoding.adapt import vocabulary
 from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.adapt.ring import Ring
-from eagle3_jax.decoding.device.observed import Observed
+from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.kernels.linear.api import xla_is_faster
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, mesh_of, replicated

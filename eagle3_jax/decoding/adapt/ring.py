@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
-from eagle3_jax.decoding.device.observed import Observed
+from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.training.batch import Batch
 
 

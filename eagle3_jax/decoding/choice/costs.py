@@ -14,13 +14,20 @@ from typing import Any
 
 import jax
 
-from eagle3_jax.decoding.choice.tiers import Costs, Tier
 from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.runner import ModelRunner
-from eagle3_jax.decoding.measure import timing
-from eagle3_jax.runs import disk, machine, processes
+from eagle3_jax.decoding.tier import Tier
+from eagle3_jax.runs import disk, machine, processes, timing
 
 _measuring = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds. Attributes: rounds: a round of each tier, by name. waking: a rested head reads the tokens it missed."""
+
+    rounds: dict[str, float]
+    waking: float
 
 
 def key(runner: ModelRunner, of: Sequence[Tier], greedy: bool, width: int) -> dict[str, Any]:

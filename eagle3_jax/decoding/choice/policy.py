@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from eagle3_jax.decoding.device.catch_up import HeadDebt
+from eagle3_jax.decoding.rounds.unread import ROOM
+from eagle3_jax.decoding.tier import Promise
 
 # Share of the time for tiers believed to be slower, and the part of it lent at the start.
 EXPLORED = 0.01
@@ -29,23 +30,24 @@ _HYSTERESIS = 0.02
 _AHEAD = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Promise:
-    """The prior belief about a tier.
+@dataclasses.dataclass
+class HeadDebt:
+    """The host's record of the tokens that the head has not read of one request.
 
     Attributes:
-        accepted: guess of the accepted drafts a round.
-        most: most drafts that a round accepts.
-        source: source of its drafts; tiers of one source are good or bad together.
-        wakes: whether drafts come from the head, which must first read the tokens decoded while it rested.
-        drafts: guess of the share of rounds with drafts; the other rounds are vanilla decoding's.
+        tokens: tokens decoded while the head rested, at the last report.
+        resting: whether rounds were launched without the head, and no catch-up since.
+        in_prefix: whether the request shares pages of an earlier one that the head never read.
     """
 
-    accepted: float
-    most: int
-    source: str
-    wakes: bool
-    drafts: float
+    tokens: int = 0
+    resting: bool = False
+    in_prefix: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """True if the head can no longer draft for the request."""
+        return self.in_prefix or self.tokens > ROOM
 
 
 @dataclasses.dataclass

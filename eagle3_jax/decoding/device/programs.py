@@ -18,8 +18,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from eagle3_jax.decoding.choice.tiers import Tier
-from eagle3_jax.decoding.device.catch_up import ROOM, feed_unread
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.packed import Packed
@@ -37,6 +35,8 @@ from eagle3_jax.decoding.rounds.state import (
     is_stop,
     put_logprobs,
 )
+from eagle3_jax.decoding.rounds.unread import ROOM, feed_unread
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.mesh import constrain
 
 # Fields of `State` that all slots share: rows are gathered, pages stay where they are.

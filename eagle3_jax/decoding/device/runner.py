@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle3_jax.decoding.choice.tiers import Tier
-from eagle3_jax.decoding.device import programs, shapes
+from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.device.observed import Observed
 from eagle3_jax.decoding.device.packed import Packed
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.measure import profile, timing
-from eagle3_jax.decoding.measure.profile import Round
-from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, State, empty_state
+from eagle3_jax.decoding.rounds.observed import Observed
+from eagle3_jax.decoding.rounds.state import State
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.quantised import Kind
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
@@ -32,12 +29,12 @@ from eagle3_jax.models.inference_layout import Matrix, Product, for_inference, p
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import few_bits, quantised_as
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.runs import machine, processes
+from eagle3_jax.runs import machine, processes, timing
 from eagle3_jax.runs.progress import told
 
-# Tokens of each sequence in measured rounds.
 MEASURED_LENGTH = 256
 _SILENCE = contextlib.nullcontext()
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -264,7 +261,7 @@ class ModelRunner:
         self.wait()
 
     def rehearse_call(self) -> Call:
-        said = self._put(np.int32(self._measured_length))
+        said = self._put(np.int32(self.measured_length))
         return Call("rehearse", (), lambda state: (state, said))
 
     def begin(self) -> None:
@@ -287,33 +284,15 @@ class ModelRunner:
         self.ready += call.name != "rehearse"
         self._count_compiled(before)
 
-    def profile(self, tier: Tier) -> Round:
-        """Profiles a greedy round of this tier and its stages, with all slots busy. Forgets the state.
-
-        The host's part is the time of a dispatch beside its rounds, divided by `shapes.ROUNDS`.
-        """
-
-        def dispatch(tier: Tier, count: int) -> None:
-            self.decode((), range(batch), count, batch, width=batch, tier=tier, greedy=True)
-            self.wait()
-
-        vanilla, most, batch = self.tiers[0], shapes.ROUNDS, self.sizes.batch
-        kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
-        works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
-        one, several, single, plain = timing.in_turns(works, self.rehearse)
-        self.rehearse()
+    def lend(self, work: Callable[[Models, State], tuple[State, T]]) -> T:
+        """Lets `work` run programs of its own on the models and the state; returns its result beside the new state."""
         with self._running() as state:
-            self._state, seconds = profile.times(self._models, state, tier)
-        self.reset()
-        host = max(0.0, (most * single - plain) / (most - 1)) / most
-        return Round(
-            plain / most + max(0.0, one - single) if tier.copies_alone else several / most,
-            seconds | {"host": host},
-            profile.bytes_read(self._models, tier, batch, self._measured_length, self.kv_dtype),
-        )
+            self._state, result = work(self._models, state)
+        return result
 
     @property
-    def _measured_length(self) -> int:
+    def measured_length(self) -> int:
+        """Tokens of each sequence in measured rounds."""
         return min(self.sizes.max_length // 2, MEASURED_LENGTH)
 
     @property
@@ -366,43 +345,6 @@ class ModelRunner:
         """Puts what the host says on all devices; every process of the mesh says the same."""
         place = jnp.asarray if self.mesh is None else functools.partial(put, sharding=replicated(self.mesh))
         return jax.tree.map(place, Packed.of(*said))
-
-
-def tokens_that_fit(
-    target: TargetModel, draft: Draft | None, memory_fraction: float, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any
-) -> int:
-    """Returns the tokens that fit into the caches in this share of the device's memory, beside weights and other state.
-
-    Args:
-        sizes: sizes of everything but the caches.
-
-    Raises:
-        ValueError: the device does not tell its memory, as CPUs do not.
-    """
-    mesh = mesh_of(target.embed[...])
-    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
-    memory = device.memory_stats() or {}
-    if "bytes_limit" not in memory:
-        raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
-
-    def leaves(target: TargetModel, draft: Draft | None, pages: int) -> dict[str, jax.Array]:
-        planned = dataclasses.replace(sizes, pages=pages)
-        state = empty_state(Models.of(target, draft), planned, tiers, kv_dtype)
-        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-
-    def of_state(pages: int) -> int:
-        """Returns the bytes on each device: KV heads that the model axis does not divide are on all devices."""
-        with mesh_set(mesh):
-            planned = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
-        shapes = {name: leaf.shape for name, leaf in planned.items()}
-        if mesh is not None:
-            places = shardings(planned, mesh, STATE_SHARDING_RULES)
-            shapes = {name: places[name].shard_shape(shape) for name, shape in shapes.items()}
-        return sum(math.prod(shapes[name]) * leaf.dtype.itemsize for name, leaf in planned.items())
-
-    empty = of_state(0)
-    free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
-    return max(0, int(free // (of_state(1) - empty))) * sizes.page_size
 
 
 def _as_before(before: Any, model: Any, *, rounds: bool) -> Any:

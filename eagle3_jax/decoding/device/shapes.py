@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from eagle3_jax.decoding.choice.tiers import Tier, depth_of, scratch_of
+from eagle3_jax.decoding.tier import Tier, depth_of, scratch_of
 
 # Most rounds of one decode step: requests join and leave between two steps.
 ROUNDS = 4

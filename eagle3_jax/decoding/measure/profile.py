@@ -16,17 +16,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eagle3_jax.decoding.choice.tiers import Tier
+from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.rounds.round import Verified, draft_tree, extend, verify_tree
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree
-from eagle3_jax.kernels.linear.quantised import bytes_of
+from eagle3_jax.decoding.tier import Tier
+from eagle3_jax.kernels.linear.layouts import bytes_of
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.target import TargetModel
+from eagle3_jax.runs import timing
 
 STAGES = ("draft", "verify", "extend")
 _TURNS = 9
@@ -69,6 +72,31 @@ def extend_stage(models: Models, state: State, verified: Verified, *, tier: Tier
     """Runs `extend`: the head reads true features."""
     target, head = models.modules()
     return extend(target, head if tier.head else None, state, verified, greedy=True)
+
+
+def measure(runner: ModelRunner, tier: Tier) -> Round:
+    """Profiles a greedy round of this tier and its stages, with all slots busy. Forgets the state.
+
+    The host's part is the time of a dispatch beside its rounds, divided by `shapes.ROUNDS`.
+    """
+
+    def dispatch(tier: Tier, count: int) -> None:
+        runner.decode((), range(batch), count, batch, width=batch, tier=tier, greedy=True)
+        runner.wait()
+
+    vanilla, most, batch = runner.tiers[0], shapes.ROUNDS, runner.sizes.batch
+    kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
+    works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
+    one, several, single, plain = timing.in_turns(works, runner.rehearse)
+    runner.rehearse()
+    seconds = runner.lend(lambda models, state: times(models, state, tier))
+    runner.reset()
+    host = max(0.0, (most * single - plain) / (most - 1)) / most
+    return Round(
+        plain / most + max(0.0, one - single) if tier.copies_alone else several / most,
+        seconds | {"host": host},
+        bytes_read(Models.of(runner.target, runner.draft), tier, batch, runner.measured_length, runner.kv_dtype),
+    )
 
 
 def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, float]]:

@@ -22,7 +22,7 @@ from eagle3_jax.decoding.rounds.state import (
     put_at,
     put_logprobs,
 )
-from eagle3_jax.decoding.rounds.tree import scratch_tokens, steps_of
+from eagle3_jax.decoding.tier import scratch_tokens, steps_of
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel

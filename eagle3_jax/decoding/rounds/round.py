@@ -33,8 +33,9 @@ from eagle3_jax.decoding.rounds.state import (
     put_at,
     put_logprobs,
 )
-from eagle3_jax.decoding.rounds.tree import TokenTree, chain_of_copies, root_only, steps_of
+from eagle3_jax.decoding.rounds.tree import TokenTree, chain_of_copies, root_only
 from eagle3_jax.decoding.rounds.verify import Walk, pretend, row_of, verify
+from eagle3_jax.decoding.tier import steps_of
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft

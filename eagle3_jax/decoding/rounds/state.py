@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,11 @@ import numpy as np
 from jax import P
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.choice.tiers import Tier, copies, depth_of, nodes_of
-from eagle3_jax.decoding.device.catch_up import Unread
-from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.device.observed import Observed
-from eagle3_jax.decoding.device.shapes import ROUNDS, Sizes
-from eagle3_jax.decoding.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from eagle3_jax.decoding.params import MAX_STOP_IDS, SamplingParams
+from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.decoding.rounds.sampling import Rows, Sampling, TokenCounts, entry
 from eagle3_jax.decoding.rounds.tree import LastTree
-from eagle3_jax.mesh import constrain
+from eagle3_jax.decoding.rounds.unread import Unread
 from eagle3_jax.models.cache import KVCache, Pass
 
 # The page that is never read: sequences that have ended write to it.
@@ -145,46 +140,6 @@ class TokenLogprobs:
 
 # The model axis splits KV heads. The rest is whole on every device, where every process can read it.
 STATE_SHARDING_RULES = ((r"cache", P(None, "model")),)
-
-
-def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any) -> State:
-    """Makes a batch of free slots, and caches with one page for `TRASH`; it fits each of the tiers."""
-    target, draft = models.modules()
-    batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
-    steps, vocabulary = depth_of(tiers), target.config.vocab_size
-    room = ROUNDS * (steps + 1)
-    none = jnp.zeros(batch, jnp.int32)
-    requests = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), RequestRows.nobody())
-    state = State(
-        cache=target.empty_pages(pages, page_size, kv_dtype),
-        lengths=none,
-        root=none,
-        output=jnp.zeros((batch, room), jnp.int32),
-        num_output=none,
-        done=jnp.ones(batch, bool),
-        failed=jnp.zeros(batch, bool),
-        requests=dataclasses.replace(requests, sampling=requests.sampling.with_keys()),
-        rounds=none,
-        drafted=none,
-        accepted=jnp.zeros((batch, steps), jnp.int32),
-        token_counts=TokenCounts(jnp.zeros((batch, vocabulary), bool), jnp.zeros((batch, vocabulary), jnp.int32)),
-        logprobs=TokenLogprobs.empty(batch, room, min(MAX_LOGPROBS, vocabulary)),
-        # Without room for a prompt's padding: XLA's attention reads every page of the table in each round.
-        page_table=jnp.full((batch, sizes.pages_per_sequence), TRASH, jnp.int32),
-        draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
-        draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
-        history=jnp.zeros((batch, sizes.cache_length + 1), jnp.int32) if copies(tiers) else None,
-        ends=jnp.zeros((batch, ROUNDS), jnp.int32),
-        last_tree=LastTree.empty(batch, nodes_of(tiers)),
-    )
-    if draft is not None and not all(tier.head for tier in tiers):
-        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
-        state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))
-    if draft is not None and sizes.observed:
-        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
-        observed = Observed.empty(batch, sizes.observed, width, target.config.hidden_size)
-        state = dataclasses.replace(state, observed=observed)
-    return constrain(state, STATE_SHARDING_RULES)
 
 
 def behind(state: State) -> Pass:

@@ -118,18 +118,6 @@ def root_only(root: Int[Array, " b"]) -> TokenTree:
     return chain(root, jnp.zeros((len(root), 0), root.dtype))
 
 
-def steps_of(tree: DraftTree | None) -> int:
-    """Returns the most drafts that one round can accept."""
-    return 0 if tree is None else tree.depth
-
-
-def scratch_tokens(tree: DraftTree | None) -> int:
-    """Returns the cache entries that a round writes after the committed tokens; a draft model's lie one further."""
-    if tree is None:
-        return 1
-    return max(tree.num_draft_tokens, 1 + tree.depth + 1, 1 + (tree.num_steps - 1) * tree.topk)
-
-
 def rerank(
     tree: DraftTree,
     root: Int[Array, " b"],

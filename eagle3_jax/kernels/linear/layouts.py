@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from eagle3_jax.kernels.tpu.registers import SUBLANES
+
+# Of the TPU's kernel for groups of few bits: numbers of a row in a product, and rows of values at a time.
+WIDE = 128
+_CHUNK = 2048
 
 
 class _Parameter:
@@ -167,3 +174,15 @@ class Padded(_Parameter):
         """Applies `product` to the padded x and the matrix, and drops the padding's rows."""
         count = next((rows for rows in self.rows if rows >= len(x)), len(x))
         return product(jnp.pad(x, ((0, count - len(x)), (0, 0))), self.matrix)[: len(x)]
+
+
+def bytes_of(leaf: Any) -> int:
+    """Counts an array's bytes; numbers of 4 bits are packed, as accelerators hold them."""
+    packed = any(leaf.dtype == kind for kind in (jnp.int4, jnp.uint4, jnp.float4_e2m1fn))
+    return math.prod(leaf.shape) * (4 if packed else 8 * leaf.dtype.itemsize) // 8
+
+
+def chunk_of(k: int, group: int) -> int | None:
+    """Returns how many rows of values the TPU's kernel takes at a time: whole registers of values and of scales."""
+    fitting = (size for size in range(min(k, _CHUNK) // WIDE * WIDE, 0, -WIDE) if k % size == 0)
+    return next((size for size in fitting if size == k or size // group % SUBLANES == 0), None)

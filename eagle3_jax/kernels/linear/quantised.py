@@ -8,7 +8,6 @@ groups have a kernel of their own on a TPU.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -19,8 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.dispatch import Implementation, choose, is_whole
-from eagle3_jax.kernels.linear.layouts import Quantised
-from eagle3_jax.kernels.tpu.registers import SUBLANES
+from eagle3_jax.kernels.linear.layouts import WIDE, Quantised, chunk_of
 
 Kind = Literal["int8", "fp8", "int4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -31,11 +29,7 @@ _LARGEST: dict[str, tuple[Any, float]] = {
     "fp8": (jnp.float8_e4m3fn, float(ml_dtypes.finfo(jnp.float8_e4m3fn).max)),
 }
 _STEPS = 15  # of int4, from its least value to its greatest
-# Of the TPU's kernel: numbers of a row in a product, rows of values at a time, and rows of x, for more of which a float
-# copy of the matrix costs less.
-WIDE = 128
-_CHUNK = 2048
-_MOST_ROWS = 512
+_MOST_ROWS = 512  # of x in the TPU's kernel: for more rows a float copy of the matrix costs less
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "axis", "group"))
@@ -67,12 +61,6 @@ def quantise(matrix: Float[Array, "..."], kind: Kind, *, axis: int = -2, group: 
 def _nonzero(scale: Array) -> Array:
     """Replaces the scale of zeros by 1, and keeps others from vanishing."""
     return jnp.where(scale > 0, jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), 1.0)
-
-
-def bytes_of(leaf: Any) -> int:
-    """Counts an array's bytes; numbers of 4 bits are packed, as accelerators hold them."""
-    packed = any(leaf.dtype == kind for kind in (jnp.int4, jnp.uint4, jnp.float4_e2m1fn))
-    return math.prod(leaf.shape) * (4 if packed else 8 * leaf.dtype.itemsize) // 8
 
 
 def product(
@@ -133,9 +121,3 @@ def has_tpu_kernel(x: Float[Array, "m k"], matrix: Quantised) -> bool:
         and chunk_of(k, k // groups) is not None
         and is_whole()
     )
-
-
-def chunk_of(k: int, group: int) -> int | None:
-    """Returns how many rows of values the TPU's kernel takes at a time: whole registers of values and of scales."""
-    fitting = (size for size in range(min(k, _CHUNK) // WIDE * WIDE, 0, -WIDE) if k % size == 0)
-    return next((size for size in fitting if size == k or size // group % SUBLANES == 0), None)

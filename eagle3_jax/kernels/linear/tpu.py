@@ -17,8 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
-from eagle3_jax.kernels.linear.layouts import Quantised
-from eagle3_jax.kernels.linear.quantised import WIDE, bytes_of, chunk_of
+from eagle3_jax.kernels.linear.layouts import WIDE, Quantised, bytes_of, chunk_of
 from eagle3_jax.kernels.tpu.registers import SUBLANES, dot
 
 # The tiling, chosen by static profiles (tools/tpu_kernels.py).

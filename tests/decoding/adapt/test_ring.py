@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.decoding.adapt.ring import Ring
-from eagle3_jax.decoding.device.observed import Observed, bits
+from eagle3_jax.decoding.rounds.observed import Observed, bits
 
 
 def observed(start: int, stop: int, length: int = 12) -> Observed:

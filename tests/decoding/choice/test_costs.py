@@ -6,7 +6,7 @@ import time
 import pytest
 
 from eagle3_jax.decoding.choice import costs
-from eagle3_jax.decoding.choice.tiers import Costs
+from eagle3_jax.decoding.choice.costs import Costs
 
 KEY = {"hardware": {"cpu": "a"}, "tiers": ["vanilla", "chain 3"]}
 FIRST = Costs({"vanilla": 0.25, "chain 3": 0.5}, 0.125)

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eagle3_jax.decoding.choice.policy import Acceptance, Promise, TierPolicy
+from eagle3_jax.decoding.choice.policy import Acceptance, HeadDebt, TierPolicy
 from eagle3_jax.decoding.choice.tiers import WITH_HEAD
-from eagle3_jax.decoding.device.catch_up import HeadDebt
+from eagle3_jax.decoding.tier import Promise
 
 # (drafts in a row, siblings, rows that the target verifies) of each tier that drafts with a head.
 TREES = [tier.tree for tier in WITH_HEAD if tier.head and tier.tree]

@@ -13,9 +13,9 @@ from toy import SMALL, Tokenizer, make
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice import costs, tiers
-from eagle3_jax.decoding.choice.policy import Acceptance
-from eagle3_jax.decoding.choice.tiers import Costs
-from eagle3_jax.decoding.device.catch_up import HeadDebt
+from eagle3_jax.decoding.choice.costs import Costs
+from eagle3_jax.decoding.choice.policy import Acceptance, HeadDebt
+from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -113,7 +113,7 @@ def told(caplog):
 
 
 def test_requests_that_the_head_cannot_draft_for_say_nothing_of_it(caplog):
-    choice = tiers.TierChoice(FEW, tiers.CHAIN)
+    choice = TierChoice(FEW, tiers.CHAIN)
     lost = [(Acceptance(HeadDebt(in_prefix=True)), 4, 0)] * 31
     with caplog.at_level(logging.WARNING):
         for _ in range(100):

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice.tiers import CHAIN, VANILLA, Tier
-from eagle3_jax.decoding.device import catch_up, programs
+from eagle3_jax.decoding.choice.tiers import CHAIN
+from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.rounds import tree
-from eagle3_jax.decoding.rounds.state import empty_state
+from eagle3_jax.decoding.rounds.unread import ROOM
+from eagle3_jax.decoding.tier import VANILLA, Tier, scratch_tokens
 
 
 @pytest.mark.slow
@@ -64,8 +65,5 @@ def test_padding_of_any_program_stays_in_the_page_table(toy):
         sizes = Sizes.plan(2, max_length, page_size, tiers)
         assert sizes.columns * page_size >= max_length + max(length for _, length in sizes.chunks)
         table = jax.eval_shape(lambda m, s=sizes: empty_state(m, s, tiers, None).page_table, models)
-        assert table.shape == (2, -(-(max_length + tree.scratch_tokens(CHAIN.tree)) // page_size))
-        assert (
-            programs.beyond(jnp.zeros(table.shape, jnp.int32), page_size).shape[1] * page_size
-            >= max_length + catch_up.ROOM
-        )
+        assert table.shape == (2, -(-(max_length + scratch_tokens(CHAIN.tree)) // page_size))
+        assert programs.beyond(jnp.zeros(table.shape, jnp.int32), page_size).shape[1] * page_size >= max_length + ROOM

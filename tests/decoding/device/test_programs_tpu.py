@@ -15,12 +15,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.config import DraftConfig, DraftTree
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import ALONE, PACKED, Sizes
-from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TokenLogprobs, empty_state, put_logprobs
+from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TokenLogprobs, put_logprobs
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.mesh import parameter_path, shardings
 from eagle3_jax.models.drafts.dflash import SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2

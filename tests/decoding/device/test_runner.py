@@ -11,20 +11,20 @@ import tiny
 from flax import nnx
 
 from eagle3_jax.config import DraftTree, MeshConfig
-from eagle3_jax.decoding.choice.tiers import VANILLA, WITH_HEAD
+from eagle3_jax.decoding.choice.tiers import WITH_HEAD
 from eagle3_jax.decoding.device import runner
 from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.memory import empty_state, tokens_that_fit
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.decoding.measure import timing
 from eagle3_jax.decoding.params import SamplingParams
-from eagle3_jax.decoding.rounds.state import empty_state
+from eagle3_jax.decoding.tier import VANILLA
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, put, replicated, shardings
 from eagle3_jax.models.families.llama import Llama
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.runs import machine
+from eagle3_jax.runs import machine, timing
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 PAGE_SIZE = 16
@@ -43,7 +43,7 @@ def test_a_share_of_the_memory_is_filled_and_not_exceeded(toy, monkeypatch, draf
     pretend(monkeypatch, bytes_limit=limit, bytes_in_use=used)
     draft, tiers = (toy.good, WITH_HEAD) if drafts else (None, [VANILLA])
     sizes = Sizes.plan(2, 64, PAGE_SIZE, tiers)
-    tokens = runner.tokens_that_fit(toy.target, draft, 0.8, sizes, tiers, kv_dtype)
+    tokens = tokens_that_fit(toy.target, draft, 0.8, sizes, tiers, kv_dtype)
 
     def bytes_of(pages: int) -> int:
         planned = dataclasses.replace(sizes, pages=pages)
@@ -65,7 +65,7 @@ def test_on_a_mesh_a_device_is_filled_whether_or_not_the_heads_divide(monkeypatc
     target = Llama(config, rngs=nnx.Rngs(0))
     target = jax.device_put(target, shardings(target, mesh, SHARDING_RULES))
     sizes = Sizes.plan(2, 64, PAGE_SIZE, tiers)
-    pages = runner.tokens_that_fit(target, None, 0.8, sizes, tiers, None) // PAGE_SIZE
+    pages = tokens_that_fit(target, None, 0.8, sizes, tiers, None) // PAGE_SIZE
 
     def taken(pages: int) -> int:
         planned = dataclasses.replace(sizes, pages=pages)

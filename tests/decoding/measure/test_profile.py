@@ -13,12 +13,12 @@ from flax import nnx
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice import tiers
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile
-from eagle3_jax.decoding.rounds.state import empty_state
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.formats import mtp
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel

@@ -12,8 +12,8 @@ from races import MODES, cases, no_races
 
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.linear.api import linear, quantise
-from eagle3_jax.kernels.linear.layouts import Quantised
-from eagle3_jax.kernels.linear.quantised import chunk_of, has_tpu_kernel, product
+from eagle3_jax.kernels.linear.layouts import Quantised, chunk_of
+from eagle3_jax.kernels.linear.quantised import has_tpu_kernel, product
 from eagle3_jax.models.experts import grouped
 
 CHIPS = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}

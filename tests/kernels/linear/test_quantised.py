@@ -14,8 +14,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.kernels.linear.api import linear, quantise
-from eagle3_jax.kernels.linear.layouts import Padded, dense
-from eagle3_jax.kernels.linear.quantised import KINDS, bytes_of
+from eagle3_jax.kernels.linear.layouts import Padded, bytes_of, dense
+from eagle3_jax.kernels.linear.quantised import KINDS
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.experts import grouped
 

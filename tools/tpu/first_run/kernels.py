@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.decoding.measure import timing
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.vocabulary.api import argmax, vocabulary_logits
+from eagle3_jax.runs import timing
 from tpu.cases import CASES, Attention, Call, Case, Commit, GroupedProduct, TopK, TrainingTimeTest
 from tpu.first_run.lines import Line, attempt, chip_of, predict, right, skipped, time, within
 from tpu.topology import CHIPS

@@ -24,11 +24,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from eagle3_jax.config import DraftTree, MeshConfig, RunConfig, run_file
-from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.measure import profile, timing
+from eagle3_jax.decoding.measure import profile
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import batch_sharding, make_mesh, mesh_set, put, shardings
 from eagle3_jax.models.checkpoint.fetch import read_config
@@ -38,7 +38,7 @@ from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig, TargetModel
-from eagle3_jax.runs import processes
+from eagle3_jax.runs import processes, timing
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.kinds.eagle3 import Eagle3
 from eagle3_jax.training.optimizer import make_optimizer

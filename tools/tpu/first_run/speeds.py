@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.decoding.device.report import Report
-from eagle3_jax.decoding.measure import timing
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, put, replicated
 from eagle3_jax.models.inference_layout import Product
+from eagle3_jax.runs import timing
 from tpu.first_run.lines import Line, attempt, chip_of, predict, predict_collective, right, skipped, time
 
 TIMES = 16  # collectives in one program

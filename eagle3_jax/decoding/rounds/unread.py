@@ -21,26 +21,6 @@ from eagle3_jax.models.target import TargetModel
 ROOM = 128
 
 
-@dataclasses.dataclass
-class HeadDebt:
-    """The host's record of the tokens that the head has not read of one request.
-
-    Attributes:
-        tokens: tokens decoded while the head rested, at the last report.
-        resting: whether rounds were launched without the head, and no catch-up since.
-        in_prefix: whether the request shares pages of an earlier one that the head never read.
-    """
-
-    tokens: int = 0
-    resting: bool = False
-    in_prefix: bool = False
-
-    @property
-    def lost(self) -> bool:
-        """True if the head can no longer draft for the request."""
-        return self.in_prefix or self.tokens > ROOM
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unread:

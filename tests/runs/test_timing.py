@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from eagle3_jax.decoding.measure import timing
+from eagle3_jax.runs import timing
 
 
 def test_works_take_turns_and_their_first_call_does_not_count():

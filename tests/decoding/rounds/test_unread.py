@@ -10,15 +10,16 @@ import pytest
 import tiny_heads
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice.tiers import VANILLA, Tier
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.catch_up import ROOM, Unread, feed_unread
+from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.generate import prefill
 from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
-from eagle3_jax.decoding.rounds.state import behind, empty_state
+from eagle3_jax.decoding.rounds.state import behind
+from eagle3_jax.decoding.rounds.unread import ROOM, Unread, feed_unread
+from eagle3_jax.decoding.tier import VANILLA, Tier
 
 CHAIN = DraftTree(num_steps=2, num_draft_tokens=3)
 COPIES = DraftTree(num_steps=3, num_draft_tokens=4, lookup_tokens=3)

@@ -1,0 +1,102 @@
+"""What an engine keeps on the device, allocated once: its state, and how large its caches may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import ROUNDS, Sizes
+from eagle3_jax.decoding.params import MAX_LOGPROBS
+from eagle3_jax.decoding.rounds.observed import Observed
+from eagle3_jax.decoding.rounds.sampling import TokenCounts
+from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TRASH, RequestRows, State, TokenLogprobs
+from eagle3_jax.decoding.rounds.tree import LastTree
+from eagle3_jax.decoding.rounds.unread import Unread
+from eagle3_jax.decoding.tier import Tier, copies, depth_of, nodes_of
+from eagle3_jax.mesh import constrain, mesh_of, mesh_set, shardings
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import TargetModel
+
+
+def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any) -> State:
+    """Makes a batch of free slots, and caches with one page for `TRASH`; it fits each of the tiers."""
+    target, draft = models.modules()
+    batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
+    steps, vocabulary = depth_of(tiers), target.config.vocab_size
+    room = ROUNDS * (steps + 1)
+    none = jnp.zeros(batch, jnp.int32)
+    requests = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), RequestRows.nobody())
+    state = State(
+        cache=target.empty_pages(pages, page_size, kv_dtype),
+        lengths=none,
+        root=none,
+        output=jnp.zeros((batch, room), jnp.int32),
+        num_output=none,
+        done=jnp.ones(batch, bool),
+        failed=jnp.zeros(batch, bool),
+        requests=dataclasses.replace(requests, sampling=requests.sampling.with_keys()),
+        rounds=none,
+        drafted=none,
+        accepted=jnp.zeros((batch, steps), jnp.int32),
+        token_counts=TokenCounts(jnp.zeros((batch, vocabulary), bool), jnp.zeros((batch, vocabulary), jnp.int32)),
+        logprobs=TokenLogprobs.empty(batch, room, min(MAX_LOGPROBS, vocabulary)),
+        # Without room for a prompt's padding: XLA's attention reads every page of the table in each round.
+        page_table=jnp.full((batch, sizes.pages_per_sequence), TRASH, jnp.int32),
+        draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
+        draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
+        history=jnp.zeros((batch, sizes.cache_length + 1), jnp.int32) if copies(tiers) else None,
+        ends=jnp.zeros((batch, ROUNDS), jnp.int32),
+        last_tree=LastTree.empty(batch, nodes_of(tiers)),
+    )
+    if draft is not None and not all(tier.head for tier in tiers):
+        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
+        state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))
+    if draft is not None and sizes.observed:
+        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
+        observed = Observed.empty(batch, sizes.observed, width, target.config.hidden_size)
+        state = dataclasses.replace(state, observed=observed)
+    return constrain(state, STATE_SHARDING_RULES)
+
+
+def tokens_that_fit(
+    target: TargetModel, draft: Draft | None, memory_fraction: float, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any
+) -> int:
+    """Returns the tokens that fit into the caches in this share of the device's memory, beside weights and other state.
+
+    Args:
+        sizes: sizes of everything but the caches.
+
+    Raises:
+        ValueError: the device does not tell its memory, as CPUs do not.
+    """
+    mesh = mesh_of(target.embed[...])
+    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
+    memory = device.memory_stats() or {}
+    if "bytes_limit" not in memory:
+        raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
+
+    def leaves(target: TargetModel, draft: Draft | None, pages: int) -> dict[str, jax.Array]:
+        planned = dataclasses.replace(sizes, pages=pages)
+        state = empty_state(Models.of(target, draft), planned, tiers, kv_dtype)
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+    def of_state(pages: int) -> int:
+        """Returns the bytes on each device: KV heads that the model axis does not divide are on all devices."""
+        with mesh_set(mesh):
+            planned = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
+        shapes = {name: leaf.shape for name, leaf in planned.items()}
+        if mesh is not None:
+            places = shardings(planned, mesh, STATE_SHARDING_RULES)
+            shapes = {name: places[name].shard_shape(shape) for name, shape in shapes.items()}
+        return sum(math.prod(shapes[name]) * leaf.dtype.itemsize for name, leaf in planned.items())
+
+    empty = of_state(0)
+    free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
+    return max(0, int(free // (of_state(1) - empty))) * sizes.page_size

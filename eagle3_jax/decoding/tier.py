@@ -1,0 +1,112 @@
+"""Tiers: the ways to run a round."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from eagle3_jax.config import DraftTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """The prior belief about a tier.
+
+    Attributes:
+        accepted: guess of the accepted drafts a round.
+        most: most drafts that a round accepts.
+        source: source of its drafts; tiers of one source are good or bad together.
+        wakes: whether drafts come from the head, which must first read the tokens decoded while it rested.
+        drafts: guess of the share of rounds with drafts; the other rounds are vanilla decoding's.
+    """
+
+    accepted: float
+    most: int
+    source: str
+    wakes: bool
+    drafts: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    """A way to run a round.
+
+    Attributes:
+        tree: shape of the draft; None is vanilla decoding.
+        head: whether the head drafts; it rests otherwise.
+        simulated: for benchmarks: the probability with which each draft is accepted; None asks the target.
+    """
+
+    tree: DraftTree | None
+    head: bool
+    simulated: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name: "vanilla", "lookup 8", "chain 3", "tree 3, 3, 8", "tree 3, 3, 8 and lookup 7"."""
+        if self.tree is None:
+            return "vanilla"
+        steps, topk, size, copied = (
+            getattr(self.tree, field) for field in ("num_steps", "topk", "num_draft_tokens", "lookup_tokens")
+        )
+        if not self.head:
+            return f"lookup {copied}"
+        name = f"chain {steps}" if topk == 1 and not copied else f"tree {steps}, {topk}, {size}"
+        return f"{name} and lookup {copied}" if copied else name
+
+    @property
+    def copies_alone(self) -> bool:
+        """True if it drafts from the text without the head; its round without a match is vanilla decoding's."""
+        return self.tree is not None and not self.head
+
+    @property
+    def topk(self) -> int:
+        return 1 if self.tree is None else self.tree.topk
+
+    @property
+    def promise(self) -> Promise:
+        """The guess of its acceptance, from heads for small targets (docs/benchmarks.md)."""
+        if self.tree is None:
+            return Promise(0.0, 0, "none", wakes=False, drafts=1.0)
+        copies = 0.3 if self.tree.lookup_tokens else 0.0
+        if not self.head:
+            return Promise(copies, self.tree.depth, "text", wakes=False, drafts=0.5)
+        first = 0.45 + 0.1 * math.log2(self.tree.topk)
+        guess = sum(first**depth for depth in range(1, self.tree.num_steps + 1))
+        return Promise(guess + copies, self.tree.depth, "head", wakes=True, drafts=1.0)
+
+
+VANILLA = Tier(None, head=False)
+
+
+def steps_of(tree: DraftTree | None) -> int:
+    """Returns the most drafts that one round can accept."""
+    return 0 if tree is None else tree.depth
+
+
+def scratch_tokens(tree: DraftTree | None) -> int:
+    """Returns the cache entries that a round writes after the committed tokens; a draft model's lie one further."""
+    if tree is None:
+        return 1
+    return max(tree.num_draft_tokens, 1 + tree.depth + 1, 1 + (tree.num_steps - 1) * tree.topk)
+
+
+def depth_of(tiers: Sequence[Tier]) -> int:
+    """Returns the most drafts that one round of any tier accepts."""
+    return max(0 if tier.tree is None else tier.tree.depth for tier in tiers)
+
+
+def nodes_of(tiers: Sequence[Tier]) -> int:
+    """Returns the most nodes of a round's tree in any tier, the root included."""
+    return max(1 if tier.tree is None else tier.tree.num_draft_tokens for tier in tiers)
+
+
+def scratch_of(tiers: Sequence[Tier]) -> int:
+    """Returns the most cache entries that a round of any tier writes behind the committed tokens."""
+    return max(scratch_tokens(tier.tree) for tier in tiers)
+
+
+def copies(tiers: Sequence[Tier]) -> bool:
+    """Tells whether any tier copies drafts from the text."""
+    return any(tier.tree is not None and tier.tree.lookup_tokens > 0 for tier in tiers)
