@@ -1,7 +1,7 @@
 """The published chat templates of every family: the same prompts, and masks on what the assistant says of them.
 
-What they render, with where each was found, is in golden/templates.json. The templates here are
-none of theirs: written for these conversations, as short as these allow.
+What they render, with where each was found, is in golden/templates.json, made by the file beside it. The templates here
+are none of theirs: written for these conversations, as short as these allow.
 """
 
 import json

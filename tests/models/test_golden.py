@@ -1,4 +1,4 @@
-"""The default target against llama.cpp's values (tests/golden/smollm2.json).
+"""The default target against llama.cpp's values (tests/golden/smollm2.json, made by the file beside it).
 
 llama.cpp reads the GGUF by itself: metadata, layout of queries and keys, tokenizer, chat template. Its weights were
 converted to float32 first, since llama.cpp otherwise rounds activations to 8 bits. A wrong RoPE base or

@@ -1,0 +1,198 @@
+"""Makes golden prompts of the published chat templates: the rendered text, and the assistant's parts of it.
+
+    python tests/golden/templates.py FOLDER tests/golden/templates.json
+
+FOLDER holds the templates as FAMILY.jinja; SOURCES has their origins and digests. The templates have their own licences
+and are not part of this repository, which keeps only their renderings of a few conversations. No code of eagle3_jax is
+used. Templates are rendered as by transformers, on the fixed date; the assistant's parts, markers included, are
+written by hand.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import pathlib
+import sys
+from typing import Any
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_LLAMA_CPP = ("github.com/Raudbjorn/ggml-llama.cpp", "ae1a0b1c71a8b3a86ede8cb5892ed9ce967d00b2")
+_LLAMA_CPP = (*_LLAMA_CPP, "models/templates/{}.jinja")
+_OPENVINO = ("github.com/openvinotoolkit/openvino.genai", "da1db864d2bc1a265e9a036f5b57ef13f0e86c2c")
+_OPENVINO = (*_OPENVINO, "tests/python_tests/data/tokenizer_configs.py, {}")
+_HUGGINGFACE = ("github.com/huggingface/huggingface.js", "fe42e68017ffc76d09922ea8f9b38a6964345710")
+_HUGGINGFACE = (*_HUGGINGFACE, "packages/ollama-utils/src/chat-template-automap.ts, {}")
+# family -> origin of a copy of its template, its name there, and its sha256. Llama 3.3 has 3.1's.
+SOURCES = {
+    "llama2": (
+        _OPENVINO,
+        "meta-llama/Llama-2-7b-chat-hf",
+        "e8d5b5a546d3f19df16a5320c614fab05bdc4edd50e850f1afd947b503ea41cf",
+    ),
+    "llama31": (
+        _LLAMA_CPP,
+        "meta-llama-Llama-3.1-8B-Instruct",
+        "e10ca381b1ccc5cf9db52e371f3b6651576caee0a630b452e2816b2d404d4b65",
+    ),
+    "llama32": (
+        _LLAMA_CPP,
+        "meta-llama-Llama-3.2-3B-Instruct",
+        "5816fce10444e03c2e9ee1ef8a4a1ea61ae7e69e438613f3b17b69d0426223a4",
+    ),
+    "llama4": (
+        _HUGGINGFACE,
+        "library/llama4:latest",
+        "01a91bfb2e84c8055bf7b635898fef3cae0b69e42ac5634c212d308e0e9091bd",
+    ),
+    "qwen25": (
+        _LLAMA_CPP,
+        "Qwen-Qwen2.5-7B-Instruct",
+        "cd8e9439f0570856fd70470bf8889ebd8b5d1107207f67a5efb46e342330527f",
+    ),
+    "qwen3": (_LLAMA_CPP, "Qwen-Qwen3-0.6B", "87a2728cb8dc9fe424d624542f6060ec05a1d285ebbec578bb078900e33396b5"),
+    "gemma3": (_OPENVINO, "google/gemma-3-1b-it", "7de1c58e208eda46e9c7f86397df37ec49883aeece39fb961e0a6b24088dd3c4"),
+    "gpt_oss": (_LLAMA_CPP, "openai-gpt-oss-120b", "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146"),
+    "mimo": (_LLAMA_CPP, "MiMo-VL", "10490379c20af484107413cc5fd93f6e587d0cb4364a183a89ab68849406b80d"),
+}
+
+_HEADERS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+_CHATML = {"eos_token": "<|im_end|>", "additional": ["<|im_start|>"]}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "llama2": {"bos_token": "<s>", "eos_token": "</s>"},
+    "llama31": _HEADERS | {"additional": ["<|start_header_id|>", "<|end_header_id|>"]},
+    "llama32": _HEADERS | {"additional": ["<|start_header_id|>", "<|end_header_id|>"]},
+    "llama4": _HEADERS | {"eos_token": "<|eot|>", "additional": ["<|header_start|>", "<|header_end|>"]},
+    "qwen25": _CHATML,
+    "qwen3": _CHATML,
+    "gemma3": {"bos_token": "<bos>", "eos_token": "<eos>", "additional": ["<start_of_turn>", "<end_of_turn>"]},
+    "gpt_oss": {
+        "bos_token": "<|startoftext|>",
+        "eos_token": "<|return|>",
+        "additional": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>"],
+    },
+    "mimo": _CHATML,
+}
+
+_FIRST, _SECOND = "Air scatters blue light most.", "The light's way is longer, so red is left."
+_THOUGHTS = "Rayleigh, of course.", "Longer path.\nRed stays."
+TALK = [
+    {"role": "user", "content": "Why is the sky blue?"},
+    {"role": "assistant", "content": _FIRST},
+    {"role": "user", "content": "And at dusk?\n\nBriefly."},
+    {"role": "assistant", "content": _SECOND},
+]
+SYSTEM = [{"role": "system", "content": "Answer in one sentence."}, *TALK]
+THOUGHT = [
+    turn | ({"content": f"<think>\n{_THOUGHTS[i // 2]}\n</think>\n\n{turn['content']}"} if i % 2 else {})
+    for i, turn in enumerate(TALK)
+]
+CHANNELS = [turn | ({"thinking": _THOUGHTS[i // 2]} if i % 2 else {}) for i, turn in enumerate(TALK)]
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Sum of two numbers, <10 digits each.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
+        },
+    }
+]
+_CALL = {"name": "add", "arguments": '{"a": 2, "b": 3}'}  # OpenAI's form: arguments are text
+CALLS = [
+    {"role": "user", "content": "What is 2 + 3?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "A sum.",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": _CALL}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+    {"role": "assistant", "content": "It is 5.", "reasoning_content": "As the tool says."},
+]
+
+# family -> the assistant's parts in each conversation: its words, and the generated markers around them.
+_FINAL, _ANALYSIS = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+
+
+def _plain(before: str, after: str) -> list[str]:
+    return [f"{before}{words}{after}" for words in (_FIRST, _SECOND)]
+
+
+_QWEN3 = [f"{_FIRST}<|im_end|>", f"<think>\n\n</think>\n\n{_SECOND}<|im_end|>"]
+_QWEN3_CALLS = [
+    '<think>\nA sum.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>',
+    "<think>\nAs the tool says.\n</think>\n\nIt is 5.<|im_end|>",
+]
+_GPT_OSS = [f"{_FINAL}{_FIRST}<|end|>", f"{_FINAL}{_SECOND}<|return|>"]
+_WITH_CHANNEL = f"{_ANALYSIS}{_THOUGHTS[1]}<|end|><|start|>assistant{_GPT_OSS[1]}"
+_WITH_THOUGHT = [f"{turn['content']}<|im_end|>" for turn in THOUGHT[1::2]]
+SAID: dict[str, dict[str, list[str]]] = {
+    "llama2": dict.fromkeys(("system", "talk"), _plain(" ", " </s>")),
+    "llama31": dict.fromkeys(("system", "talk"), _plain("", "<|eot_id|>")),
+    "llama32": dict.fromkeys(("system", "talk"), _plain("", "<|eot_id|>")),
+    "llama4": dict.fromkeys(("system", "talk"), _plain("", "<|eot|>")),
+    "qwen25": dict.fromkeys(("system", "talk"), _plain("", "<|im_end|>")),
+    # Only the last answer has thoughts, empty ones if it had none.
+    "qwen3": {"system": _QWEN3, "talk": _QWEN3, "thought": [_QWEN3[0], _WITH_THOUGHT[1]], "calls": _QWEN3_CALLS},
+    "gemma3": dict.fromkeys(("system", "talk"), _plain("", "<end_of_turn>")),
+    "gpt_oss": {"system": _GPT_OSS, "talk": _GPT_OSS, "channels": [_GPT_OSS[0], _WITH_CHANNEL]},
+    "mimo": dict.fromkeys(("system", "talk"), _plain("", "<|im_end|>")) | {"thought": _WITH_THOUGHT},
+}
+CONVERSATIONS = {"system": SYSTEM, "talk": TALK, "thought": THOUGHT, "channels": CHANNELS, "calls": CALLS}
+# Conversations whose target may call tools.
+TOOLS_OF = {"calls": TOOLS}
+
+
+def raise_exception(message: str) -> None:
+    raise ValueError(message)
+
+
+def golden(family: str, text: str) -> dict[str, Any]:
+    (repository, revision, path), name, digest = SOURCES[family]
+    found = hashlib.sha256(text.encode()).hexdigest()
+    if found != digest:
+        raise ValueError(f"{family}.jinja: got sha256 {found}, expected {digest}")
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    known: dict[str, Any] = {
+        "strftime_now": datetime.datetime(2024, 7, 26).strftime,
+        "raise_exception": raise_exception,
+    }
+    environment.globals.update(known)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)  # jinja2's escapes HTML
+    template = environment.from_string(text)
+    special = SPECIAL[family]
+    given = {name: token for name, token in special.items() if name != "additional"} | {"date_string": "26 Jul 2024"}
+    rendered = {}
+    for name_of, said in SAID[family].items():
+        messages, tools = CONVERSATIONS[name_of], TOOLS_OF.get(name_of)
+        whole = template.render(messages=messages, tools=tools, add_generation_prompt=False, **given)
+        prompt = template.render(messages=messages[:-1], tools=tools, add_generation_prompt=True, **given)
+        rest = whole
+        for words in said:  # each once, in this order
+            _, there, rest = rest.partition(words)
+            if not there:
+                raise ValueError(f"{family}, {name_of}: expected {words!r} in {whole!r}")
+        rendered[name_of] = {"text": whole, "prompt": prompt, "said": said}
+    source = {"repository": repository, "revision": revision, "path": path.format(name), "sha256": digest}
+    return {"source": source, "special": special, "rendered": rendered}
+
+
+def main() -> None:
+    folder, output = map(pathlib.Path, sys.argv[1:])
+    families = {family: golden(family, (folder / f"{family}.jinja").read_bytes().decode()) for family in SOURCES}
+    values = {"conversations": CONVERSATIONS, "tools": TOOLS_OF, "families": families}
+    output.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
