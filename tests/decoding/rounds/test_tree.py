@@ -184,9 +184,10 @@ def without_cache(target, draft, tokens, features):
 
     def attend(queries, keys, values):
         empty = jnp.zeros_like(keys.swapaxes(1, 2))
-        return tree_attention(queries, keys, values, empty, empty, jnp.zeros(1, jnp.int32))[0]
+        return tree_attention(queries, keys, values, empty, empty, this.lengths)[0]
 
-    states = draft.head(target.embed[...][tokens], features, jnp.arange(tokens.shape[1])[None], attend)
+    this = Pass(jnp.arange(tokens.shape[1])[None], jnp.zeros(1, jnp.int32))
+    states = draft.head(target.embed[...][tokens], features, this, attend)
     return states, jax.nn.log_softmax(draft.head.logits(states))
 
 
