@@ -1,6 +1,8 @@
 """The pages: links, named files and tests, length, the site. `test_readme.py` has their commands and their Python."""
 
 import ast
+import dataclasses
+import functools
 import pathlib
 import re
 import shutil
@@ -12,11 +14,13 @@ from xml.etree import ElementTree
 import pytest
 
 import eagle3_jax
+from eagle3_jax import config
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 PAGES = sorted(ROOT.glob("docs/*.md"))
 PROSE = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
+SUFFIXES = ("html", "json", "jsonl", "md", "png", "py", "safetensors", "txt", "yaml")
 
 
 def name(path):
@@ -47,13 +51,58 @@ def test_links_of_the_site_stay_in_it(document):
     assert [link for link in links(document) if "/" in link] == []
 
 
-@pytest.mark.parametrize("document", PROSE, ids=name)
-def test_files_that_are_named_are_there(document):
-    text = document.read_text()
-    for path in re.findall(r"`((?:eagle3_jax|tests|tools|examples|configs|docs)/[\w./*-]+)`", text):
-        assert list(ROOT.glob(path.rstrip("/"))), path
-    for path in re.findall(r"`((?!eagle3_jax|tests|tools|examples)\w+/[\w./]+\.py)`", text):  # of the package
-        assert (ROOT / "eagle3_jax" / path).exists(), path
+FOLDERS = ("eagle3_jax", "tests", "tools", "examples", "configs", "docs")
+FILES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/**/*")) if "__pycache__" not in path.parts]
+PLACES = "\n".join(f"/{name(path)}" for path in FILES)
+STEMS = {part for path in FILES for part in (path.stem, path.parent.name)}
+SECTIONS = [field.name for field in dataclasses.fields(config.RunConfig)]
+
+
+def prose(path):
+    """A page's text; of other files the comments and docstrings."""
+    text = path.read_text()
+    docstrings = re.findall(r'(?:\A|:\n) *"""(?:.*?)"""', text, re.DOTALL)
+    return text if path.suffix == ".md" else "\n".join([*docstrings, *re.findall(r"(?:^|\s)# .*", text)])
+
+
+@functools.cache
+def there(end):
+    """The paths that end so; a suffix may be left out."""
+    ending = re.escape(end).replace(r"\*", ".*")
+    return re.findall(rf"^/((?:.*/)?{ending}(?:\.\w+)?)$", PLACES, re.MULTILINE)
+
+
+@functools.cache
+def defined(pattern):
+    """Names of functions, classes and assignments in the files."""
+    texts = "\n".join((ROOT / path).read_text() for path in there(pattern))
+    return {
+        first or second for first, second in re.findall(r"^ *(?:(?:def|class) (\w+)|(\w+)[:,]? )", texts, re.MULTILINE)
+    }
+
+
+def stale(text):
+    """Files, modules, their names, and fields of a config that a text names and that are not there."""
+    files = set(re.findall(r"(?<![\w/.-])((?:eagle3_jax|tests|tools|examples|docs)/[\w./*-]*\w)", text))
+    files |= set(re.findall(r"`(configs/[\w./*-]*\w|(?:\w+/)*\w+\.py)`", text))
+    found = {path for path in files if not there(path)}
+    for first, second in re.findall(r"`((?!config\.)[a-z]\w*)\.([A-Za-z]\w*)", text):
+        if first not in STEMS or second in SUFFIXES:
+            continue
+        module, folder = f"{first}.py", f"{first}/__init__.py"
+        known = second in defined("eagle3_jax/config/*.py") or there(f"{first}/{second}")
+        if not known and (there(folder) or second[0].isupper()):
+            known = second in defined(module) | defined(folder) or not there(module) + there(folder)
+        elif not known and there(module):  # or a variable of this name
+            known = second in defined(module) | defined("eagle3_jax/*.py")
+        if not known and (first in SECTIONS or there(module) + there(folder)):
+            found.add(f"{first}.{second}")
+    return found
+
+
+def test_what_texts_point_to_is_there():
+    texts = [path for path in FILES if path.suffix in (".py", ".sh", ".yaml", ".toml")]
+    assert {name(path): names for path in [*texts, *PROSE] if (names := stale(prose(path)))} == {}
 
 
 @pytest.mark.slow

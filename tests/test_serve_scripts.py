@@ -26,7 +26,7 @@ class Printed(NamedTuple):
 
 @pytest.fixture
 def printed(monkeypatch):
-    """What `tools/serve_ENGINE.sh CONFIG` prints, without the shell."""
+    """What `tools/serve_*.sh CONFIG` prints, without the shell."""
     monkeypatch.syspath_prepend(ROOT / "tools")
     draft_size = importlib.import_module("draft_size")
 

@@ -1,6 +1,6 @@
 """Acceptance in the engine during training: held-out prompts, greedy, with a chain.
 
-The replay of rounds on held-out answers (`training.acceptance`) costs less and predicts the same. This is the decoder
+The replay of rounds on held-out answers (`training.replay`) costs less and predicts the same. This is the decoder
 itself, with its caches and kernels, and its own answers.
 """
 

@@ -68,7 +68,7 @@ class ModelRunner:
         draft: the draft on the target's devices, packed likewise.
         tiers: ways to run a round.
         mesh: the target's mesh; None is one device.
-        padding: numbers of rows for products of few rows, see `few_rows.Padded`; empty until `pad_products` has
+        padding: numbers of rows for products of few rows, see `layouts.Padded`; empty until `pad_products` has
             measured.
         widths: rows of the decode programs in use: the whole batch, until narrower ones are compiled.
         chunks: (rows, tokens of each) of the prefill programs in use: all, until a warm-up begins.

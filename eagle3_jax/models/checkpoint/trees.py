@@ -1,6 +1,6 @@
 """Weights in memory as a target: a pytree with the names of Hugging Face, Tunix, MaxText, or this package.
 
-Names are those of Tunix's `models/{llama3,qwen2,qwen3}/params.py` and of MaxText's `param_mapping.py`, August 2026.
+Names are those of Tunix's `models/{llama3,qwen2,qwen3}/params.py` and of MaxText's module `param_mapping`, August 2026.
 """
 
 from __future__ import annotations
