@@ -26,7 +26,7 @@ def commit(
         caches: keys and values of every layer, all of one shape and dtype: [b, k, slots, d], contiguous; with a page
             table [pages, k, page_size, d]. Donated caches are written in place.
         lengths: int32, committed tokens of each sequence; length + p must not exceed the slots.
-        path: int32 indices into the tail, ascending; neighbours may be equal.
+        path: int32 indices into the tail, ascending; the last may be repeated.
         page_table: int32, the page of each page_size slots; entries beyond the tail may hold anything.
         implementation: the default is "pallas" on a TPU, one kernel for all layers, and "xla" elsewhere, a gather and a
             loop over the sequences for each layer.

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
 from eagle3_jax.kernels.dispatch import over_mesh
-from eagle3_jax.kernels.tpu.packed_rows import merge_rows, roll_rows, rows_between, tile_rows
+from eagle3_jax.kernels.tpu.packed_rows import row_mover, tile_rows
 from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, check_fits
 
 # VMEM for the tiles of one call (TPUs since v5e have at least 64 MiB). Caches that do not fit take another call.
@@ -51,7 +51,8 @@ def _local(
     """Commits one device's share, in as few calls as VMEM allows."""
     rows, kv_heads, page_size, head_dim = caches[0].shape
     height, nodes = tile_rows(caches[0].dtype), path.shape[1]
-    places = nodes + pl.cdiv(nodes - 1, height) + 1  # a source tile for each row, then the target tiles
+    targets = pl.cdiv(nodes - 1, height) + 1
+    places = targets + nodes  # a source tile for each row, if none lies in a target tile
     lanes = pl.cdiv(head_dim, LANES) * LANES
     most = max(1, _VMEM // (places * kv_heads * height * lanes * caches[0].dtype.itemsize))
     # Clipped to the cache, since the kernel runs without bounds checks.
@@ -65,7 +66,7 @@ def _local(
     for begin in range(0, len(caches), most):
         some = caches[begin : begin + most]
         kept += pl.pallas_call(
-            functools.partial(_kernel, nodes, len(some), 0 if page_table is None else page_table.shape[1]),
+            functools.partial(_kernel, nodes, targets, len(some), 0 if page_table is None else page_table.shape[1]),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=lengths.shape,
@@ -88,12 +89,15 @@ def _local(
     return kept
 
 
-def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
-    """Commits one sequence in all caches: a read-modify-write of the target tiles."""
+def _kernel(nodes: int, targets: int, count: int, pages: int, *refs: Any) -> None:
+    """Commits one sequence in all caches: a read-modify-write of the target tiles.
+
+    Rows move in order and in place: an ascending path reads no slot that an earlier row was written to.
+    """
     lengths, path, *rest = refs
     table = rest.pop(0) if pages else None
     caches, (tiles, semaphore) = rest[count : 2 * count], rest[2 * count :]
-    _, places, kv_heads, height, head_dim = tiles.shape
+    height, head_dim = tiles.shape[-2:]
     page_size, b = caches[0].shape[2], pl.program_id(0)
     length = lengths[b]
     base = length // height  # the first target tile
@@ -101,9 +105,10 @@ def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
     def source(j: Any) -> Any:
         return length + path[b * nodes + j]
 
-    def before(j: Any) -> Any:
-        """Returns the source slot of row j - 1; of row 0 for j = 0."""
-        return source(jnp.maximum(j, 1) - 1)
+    def tile(j: Any) -> tuple[Any, Any]:
+        """Returns the source tile of row j, and whether it is neither a target tile nor row j - 1's."""
+        number, before = source(j) // height, source(jnp.maximum(j, 1) - 1) // height
+        return number, (number >= base + targets) & ((j == 0) | (number != before))
 
     def copies(number: Any, place: Any) -> list[tuple[Any, Any]]:
         """Returns the pairs (HBM, VMEM) of tile `number` of the sequence, one per cache."""
@@ -112,56 +117,59 @@ def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
         at = pl.multiple_of(slot if table is None else slot % page_size, height)
         return [(cache.at[row, :, pl.ds(at, height)], tiles.at[i, place]) for i, cache in enumerate(caches)]
 
+    def read(number: Any, place: Any) -> None:
+        for there, here in copies(number, place):
+            pltpu.make_async_copy(there, here, semaphore).start()
+
+    def write(number: Any, place: Any) -> None:
+        for there, here in copies(number, place):
+            pltpu.make_async_copy(here, there, semaphore).start()
+
+    def wait(_: Any, place: Any) -> None:
+        """Waits for as many bytes as a tile of all caches has, at once."""
+        here = tiles.at[:, place]
+        pltpu.make_async_copy(here, here, semaphore).wait()
+
     def each_source(act: Any) -> None:
-        """Calls act(tile, j) for the source tile of row j, unless row j - 1 has the same tile."""
+        """Calls act(tile, place) for each source tile behind the target tiles."""
 
-        def one(j: Any, _: None) -> None:
-            number = source(j) // height
-            pl.when((j == 0) | (number != before(j) // height))(lambda: act(number, j))
+        def one(j: Any, place: Any) -> Any:
+            number, new = tile(j)
+            pl.when(new)(lambda: act(number, place))
+            return place + new.astype(jnp.int32)
 
-        jax.lax.fori_loop(0, nodes, one, None)
+        jax.lax.fori_loop(0, nodes, one, jnp.int32(targets))
 
-    def each_target(act: Any) -> None:
-        """Calls act(tile, place) for each target tile."""
+    def each_target(act: Any, end: Any) -> None:
+        """Calls act(tile, place) for each target tile in front of slot `end`."""
 
         def one(i: Any, _: None) -> None:
-            pl.when((base + i) * height < length + nodes)(lambda: act(base + i, nodes + i))
+            pl.when((base + i) * height < end)(lambda: act(base + i, i))
 
-        jax.lax.fori_loop(0, places - nodes, one, None)
+        jax.lax.fori_loop(0, targets, one, None)
 
-    def transfer(*, inwards: bool, wait: bool) -> Any:
-        def act(number: Any, place: Any) -> None:
-            for there, here in copies(number, place):
-                ends = (there, here) if inwards else (here, there)
-                copy = pltpu.make_async_copy(*ends, semaphore)
-                copy.wait() if wait else copy.start()
-
-        return act
-
-    for wait in (False, True):
-        each_source(transfer(inwards=True, wait=wait))
-        each_target(transfer(inwards=True, wait=wait))
+    for act in (read, wait):
+        each_source(act)
+        each_target(act, jnp.maximum(length + nodes, source(nodes - 1) + 1))
 
     def move(j: Any, place: Any) -> Any:
-        """Moves row j of the path to its target; `place` holds the source tile of row j - 1."""
-        slot, to = source(j), length + j
-        place = jnp.where((j == 0) | (slot // height != before(j) // height), j, place)
-        row, target = to % height, nodes + to // height - base
+        """Moves row j of the path to its target; `place` is the next source tile's."""
+        slot, to, (number, new) = source(j), length + j, tile(j)
+        place += new.astype(jnp.int32)
+        at = jnp.where(number < base + targets, number - base, place - 1)
+        target = to // height - base
 
         @pl.when(slot != to)
         def _() -> None:
-            by = jnp.int32((slot % height - row + height) % height)
-            chosen = rows_between(jnp.int32(row), row + 1, tiles.dtype, head_dim)
+            moved = row_mover(jnp.int32(slot % height), jnp.int32(to % height), tiles.dtype, head_dim)
 
             def one(i: Any, _: None) -> None:
-                for head in range(kv_heads):
-                    moved = roll_rows(tiles[i, place, head], by)
-                    tiles[i, target, head] = merge_rows(tiles[i, target, head], moved, chosen)
+                tiles[i, target] = moved(tiles[i, target], tiles[i, at])
 
             jax.lax.fori_loop(0, count, one, None)
 
         return place
 
-    jax.lax.fori_loop(0, nodes, move, jnp.int32(0))
-    for wait in (False, True):
-        each_target(transfer(inwards=False, wait=wait))
+    jax.lax.fori_loop(0, nodes, move, jnp.int32(targets))
+    for act in (write, wait):
+        each_target(act, length + nodes)

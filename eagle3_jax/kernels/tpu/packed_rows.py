@@ -6,6 +6,7 @@ bits of these words, so every type moves exactly, NaNs included.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,26 +23,31 @@ def tile_rows(dtype: Any) -> int:
     return SUBLANES * _rows_per_word(dtype)
 
 
-def roll_rows(tile: Num[Array, "r d"], by: Int[Array, ""]) -> Num[Array, "r d"]:
-    """Rolls one tile: row i of the result is row (i + by) mod r; 0 <= by < r."""
-    words, shift = pltpu.bitcast(tile, jnp.uint32), by // _rows_per_word(tile.dtype)
-    rolled, following = (pltpu.roll(words, (SUBLANES - i - shift) % SUBLANES, 0) for i in range(2))
-    return _from_row(rolled, following, by, tile.dtype)
+def row_mover(row: Int[Array, ""], to: Int[Array, ""], dtype: Any, width: int) -> Callable[[Array, Array], Array]:
+    """Returns (old, new) -> `old` with its row `to` from row `row` of `new`; both are [n, r, d] tiles, `width` wide.
+
+    What depends on the rows alone is computed once: in a loop over tiles it would cost as much as the move.
+    """
+    packed, mask = _rows_per_word(dtype), rows_between(to, to + 1, dtype, width)[None]
+    by = (to // packed - row // packed) % SUBLANES
+    here, there = ((x % packed * (32 // packed)).astype(jnp.uint32) for x in (row, to))
+
+    def move(old: Num[Array, "n r d"], new: Num[Array, "n r d"]) -> Num[Array, "n r d"]:
+        words = pltpu.roll(pltpu.bitcast(new, jnp.uint32), by, 1)
+        return merge_rows(old, pltpu.bitcast(words >> here << there, dtype), mask)
+
+    return move
 
 
 def rows_at(words: Any, first: Int[Array, ""], dtype: Any) -> Num[Array, "r d"]:
     """Reads the tile of `dtype` from row `first` of a reference to words [w, d]; one more word must follow."""
-    at = first // _rows_per_word(dtype)
-    return _from_row(words[pl.ds(at, SUBLANES)], words[pl.ds(at + 1, SUBLANES)], first, dtype)
-
-
-def _from_row(words: UInt[Array, "w d"], following: UInt[Array, "w d"], row: Array, dtype: Any) -> Num[Array, "r d"]:
-    """Returns the tile that begins at row `row` (modulo the rows of a word); `following` has the word after each."""
     packed = _rows_per_word(dtype)
+    at = first // packed
+    tile = words[pl.ds(at, SUBLANES)]
     if packed > 1:
-        bits = (row % packed * (32 // packed)).astype(jnp.uint32)
-        words = (words >> bits) | (following << (31 - bits) << 1)  # a shift by 32 is undefined
-    return pltpu.bitcast(words, dtype)
+        bits = (first % packed * (32 // packed)).astype(jnp.uint32)
+        tile = (tile >> bits) | (words[pl.ds(at + 1, SUBLANES)] << (31 - bits) << 1)  # a shift by 32 is undefined
+    return pltpu.bitcast(tile, dtype)
 
 
 def rows_between(low: Int[Array, ""], high: Int[Array, ""] | int, dtype: Any, width: int) -> UInt[Array, "w d"]:
@@ -55,7 +61,9 @@ def rows_between(low: Int[Array, ""], high: Int[Array, ""] | int, dtype: Any, wi
     return mask
 
 
-def merge_rows(old: Num[Array, "r d"], new: Num[Array, "r d"], mask: UInt[Array, "w d"]) -> Num[Array, "r d"]:
+def merge_rows(
+    old: Num[Array, "*n r d"], new: Num[Array, "*n r d"], mask: UInt[Array, "*m w d"]
+) -> Num[Array, "*n r d"]:
     """Takes `new` in the rows of the mask, `old` elsewhere."""
     before, after = pltpu.bitcast(old, jnp.uint32), pltpu.bitcast(new, jnp.uint32)
     return pltpu.bitcast((before & ~mask) | (after & mask), old.dtype)

@@ -22,7 +22,8 @@ def example(seed, *, batch=2, kv_heads=2, head_dim=64, nodes=5, tail=40, page_si
     """Caches of random bits with a page table or None, lengths, a path, and the caches that a loop makes of them."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, SLOTS - tail + 1, batch)
-    path = np.sort(rng.choice(tail, (batch, nodes)), axis=1)  # equal ones follow each other, as behind the accepted
+    path = np.stack([np.sort(rng.choice(tail, nodes, replace=False)) for _ in range(batch)])
+    path = np.take_along_axis(path, np.minimum(np.arange(nodes)[None], rng.integers(0, nodes, (batch, 1))), axis=1)
     size = page_size or SLOTS
     table = rng.permutation(batch * SLOTS // size + 2)[:-2].reshape(batch, -1) if page_size else None
     rows = batch if table is None else table.size + 2
