@@ -47,7 +47,7 @@ def collectives(small, monkeypatch):
     monkeypatch.chdir(ROOT)
     tpu_fit, hlo = importlib.import_module("tpu_fit"), importlib.import_module("tpu.hlo")
 
-    def compiled(topology, model, verb, name, *overrides, one_pass=False, branch=max):
+    def compiled(topology, model, verb, name, *overrides, branch=max):
         devices = tpu_fit.topology_devices(topology)
         rows = len(devices) // model
         sizes = ("--mesh.model", str(model), "--train.batch-size", str(rows))
@@ -56,7 +56,7 @@ def collectives(small, monkeypatch):
         (program,) = [x for x in tpu_fit.VERBS[verb](config, target, devices) if x.name.endswith(name)]
         with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
             text = hlo.optimised(program.trace().lower())
-        found = hlo.collectives(text, dict(program.mesh.shape), one_pass=one_pass, branch=branch)
+        found = hlo.collectives(text, dict(program.mesh.shape), branch=branch)
         print("\n".join(map(str, found)))
         return found
 
@@ -120,10 +120,11 @@ def test_training_sends_nothing_over_data_inside_a_loop(topology, model, kind, p
     ],
 )
 def test_a_round_sums_twice_a_layer_over_the_model_axis_alone(verb, program, overrides, beside, collectives):
-    """Beside the layers: embeddings, the head's steps, and the best tokens of a vocabulary in parts."""
-    rounds = program == "rounds"
-    found = collectives("v6e:2x4", 8, verb, program, *overrides, one_pass=rounds, branch=min)
+    """Beside the layers: embeddings, the head's steps, and the best tokens of a vocabulary in parts. Nothing is sent
+    but by the rounds of a dispatch."""
+    found = collectives("v6e:2x4", 8, verb, program, *overrides, branch=min)
     assert {x.axes for x in found} == {("model",)}
+    assert program != "rounds" or all(x.in_loop for x in found)
     of_layers = [x for x in found if "_decoder_layer" in x.where]
     assert len(of_layers) == 2 * LAYERS
     assert len(found) <= 2 * LAYERS + beside

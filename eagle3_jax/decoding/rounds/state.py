@@ -138,8 +138,9 @@ class TokenLogprobs:
         return cls(jnp.zeros(shape[:2]), jnp.zeros(shape[:2]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 
-# The model axis splits KV heads. The rest is whole on every device, where every process can read it.
-STATE_SHARDING_RULES = ((r"cache", P(None, "model")),)
+# The model axis splits KV heads, and counts of tokens as logits are split. The rest is whole on every device, where
+# every process can read it.
+STATE_SHARDING_RULES = ((r"cache|token_counts", P(None, "model")),)
 
 
 def behind(state: State) -> Pass:
