@@ -15,9 +15,10 @@ import numpy as np
 
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.stored import DraftFormatError, stale_embeddings
-from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, number_problems
+from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import parameter_path
+from eagle3_jax.models.checkpoint.check import tensor_problems
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
@@ -80,15 +81,7 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
             got, wanted = getattr(config, field), getattr(shape, field)
             problems += [] if got == wanted else [f"{field}: got {got}, expected {wanted}, the target's"]
         expected = {name: shape for entry in table(config).values() for name, shape in entry.tensors.items()}
-        problems += [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
-        problems += [f"surplus tensor {name}" for name in sorted(tensors.keys() - expected.keys() - {EMBEDDINGS})]
-        expected[EMBEDDINGS] = (shape.vocab_size, shape.hidden_size)
-        problems += [
-            f"{name}: got shape {list(tensors[name].shape)}, expected {list(shape)}"
-            for name, shape in expected.items()
-            if name in tensors and tensors[name].shape != shape
-        ]
-        problems += number_problems(tensors, expected.keys())
+        problems += tensor_problems(tensors, expected, {EMBEDDINGS: (shape.vocab_size, shape.hidden_size)})
     problems += stale_embeddings(tensors, target)
     rows = dense(target.model.output_rows)
     if not isinstance(rows, jax.Array):

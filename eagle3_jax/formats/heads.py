@@ -26,7 +26,7 @@ from eagle3_jax.formats.blocks.stored import (
 )
 from eagle3_jax.formats.forms import FORMS, form_of
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, stale_embeddings, to_draft
-from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, LM_HEAD, tensor_problems
+from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, LM_HEAD, draft_table, head_problems
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.identity import COPY, check_same_target
 from eagle3_jax.models.drafts.dflash import DFlash
@@ -181,7 +181,7 @@ def read(folder: str | pathlib.Path, target: Target | ModelConfig | None = None)
     values = form.flatten(values)
     config = fields.read(form, values, problems)
     if config is not None:
-        problems += tensor_problems(tensors, config)
+        problems += head_problems(tensors, draft_table(config), config)
         if target is not None:
             problems += misfits(config, target.model.config if isinstance(target, Target) else target)
         if isinstance(target, Target):

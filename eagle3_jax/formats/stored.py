@@ -112,7 +112,7 @@ def _stale(tensors: Tensors, name: str, original: Any, words: str) -> list[str]:
     if copy is None or not isinstance(original, jax.Array):
         return []
     if copy.shape != original.shape or not jnp.issubdtype(copy.dtype, np.floating):
-        return []  # reported by `tensor_problems`
+        return []  # reported by `head_problems`
     kinds = [jnp.finfo(dtype) for dtype in (copy.dtype, original.dtype)]
     relative = sum(float(kind.eps) / 2 for kind in kinds)
     absolute = sum(float(kind.smallest_subnormal) / 2 for kind in kinds)

@@ -5,12 +5,13 @@ Names are SGLang's and SafeAILab's (`midlayer.*`); projections are [out, in], as
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.formats import draft_vocabulary
+from eagle3_jax.models.checkpoint.check import not_floats, tensor_problems
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
@@ -61,41 +62,30 @@ def canonical(name: str) -> str:
     return name
 
 
-def number_problems(tensors: Tensors, names: Collection[str]) -> list[str]:
-    """Lists those of the named tensors that hold NaN or infinity: a head with such weights drafts nothing of use."""
-    return [
-        f"{name}: got NaN or infinity, expected finite numbers"
-        for name, tensor in tensors.items()
-        if name in names and jnp.issubdtype(tensor.dtype, np.floating) and not np.isfinite(tensor).all()
-    ]
-
-
-def tensor_problems(tensors: Tensors, config: DraftHeadConfig) -> list[str]:
+def head_problems(tensors: Tensors, table: Mapping[str, Entry], config: Any) -> list[str]:
     """Lists every tensor that is missing, surplus, of a wrong shape or dtype, or not finite, by name.
 
     Optional: the LM head and embeddings of the target's width (then the target's are used), `t2d`, and `d2t` of the
     whole vocabulary.
+
+    Args:
+        table: parameter path -> its tensors. config: the head's.
     """
-    expected = {name: shape for entry in draft_table(config).values() for name, shape in entry.tensors.items()}
-    optional = {"t2d": (config.vocab_size,), LM_HEAD: expected.pop(LM_HEAD)}
+    expected = {name: shape for entry in table.values() for name, shape in entry.tensors.items() if name != LM_HEAD}
+    optional = {"t2d": (config.vocab_size,), LM_HEAD: (config.draft_vocab_size, config.hidden_size)}
     own = config.target_hidden_size != config.hidden_size
     (expected if own else optional)[EMBEDDINGS] = (config.vocab_size, config.hidden_size)
     whole = config.draft_vocab_size == config.vocab_size
     (optional if whole else expected)["d2t"] = (config.draft_vocab_size,)
-    problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
-    problems += [f"surplus tensor {name}" for name in sorted(tensors.keys() - expected.keys() - optional.keys())]
-    misshapen = set()
-    for name, shape in (expected | optional).items():
-        if name in tensors and tensors[name].shape != shape:
-            problems.append(f"{name}: got shape {list(tensors[name].shape)}, expected {list(shape)}")
-            misshapen.add(name)
-    kinds = {"d2t": (np.integer, "integer offsets"), "t2d": (np.bool_, "bool")}
-    for name in sorted(tensors.keys() & (expected | optional).keys()):
-        kind, wanted = kinds.get(name, (np.floating, "floating point"))
-        if not jnp.issubdtype(tensors[name].dtype, kind):
-            problems.append(f"{name}: got {tensors[name].dtype}, expected {wanted}")
-            misshapen.add(name)
-    problems += number_problems(tensors, {*expected, LM_HEAD})
-    if "d2t" in tensors and not misshapen & {"d2t", "t2d"}:
+    problems = tensor_problems(tensors, expected, optional, _other_dtype)
+    if "d2t" in tensors and not any(line.startswith(("d2t: ", "t2d: ")) for line in problems):
         problems += draft_vocabulary.mapping_problems(tensors["d2t"].astype(np.int64), tensors.get("t2d"), config)
     return problems
+
+
+def _other_dtype(name: str, dtype: Any) -> str | None:
+    if name == "d2t":
+        return None if np.issubdtype(dtype, np.integer) else "integer offsets"
+    if name == "t2d":
+        return None if dtype == np.bool_ else "bool"
+    return not_floats(name, dtype)

@@ -23,7 +23,7 @@ OTHER = np.isin(np.arange(50), [0, 3, 4, 17, 20, 48])
     [
         ({"d2t": np.array([0, 3, 4, 7, 10, 12]), "t2d": None}, "as absolute ids do"),
         ({"d2t": np.array([0, 2, 2, 14, 16, -3]), "t2d": None}, "ascending, distinct"),
-        ({"d2t": (IDS - np.arange(6)).astype(np.float32)}, "d2t: got float32"),
+        ({"d2t": (IDS - np.arange(6)).astype(np.float32)}, "d2t: got dtype float32"),
         ({"t2d": OTHER}, "t2d: got other tokens"),
         ({"t2d": OTHER[:-1]}, "t2d: got shape [49], expected [50]"),
     ],

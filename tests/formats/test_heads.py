@@ -408,7 +408,7 @@ def test_all_that_is_wrong_is_said_at_once(saved: pathlib.Path) -> None:
         "missing tensor fc.weight [16, 48]",
         "surplus tensor fcc.weight",
         "norm.weight: got shape [15], expected [16]",
-        "lm_head.weight: got int8, expected floating point",
+        "lm_head.weight: got dtype int8, expected floating point",
         "embed_tokens.weight: got shape [51, 16], expected [50, 16]",
         "midlayer.mlp.down_proj.weight: got NaN or infinity, expected finite numbers",
     ):

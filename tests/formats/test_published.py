@@ -14,7 +14,7 @@ import tiny_heads
 
 from eagle3_jax.formats import eagle2, fields, forms
 from eagle3_jax.formats.stored import misfits
-from eagle3_jax.formats.tensors import canonical, draft_table, tensor_problems
+from eagle3_jax.formats.tensors import canonical, draft_table, head_problems
 from eagle3_jax.models.drafts import mimo_mtp
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.families import read_shape
@@ -110,10 +110,12 @@ def test_its_tensors_are_those_that_are_read(name):
         assert shape is None or tuple(shape) == shapes[canonical(stored)]
     names = {canonical(stored) for stored in published} or shapes.keys()
     tensors = empty({tensor: shapes[tensor] for tensor in names})
-    assert tensor_problems(tensors, config) == []
+    assert head_problems(tensors, draft_table(config), config) == []
     assert not values.get("tie_word_embeddings") or "lm_head.weight" in tensors
     without = {tensor: x for tensor, x in tensors.items() if tensor != "fc.weight"}
-    assert tensor_problems(without, config) == [f"missing tensor fc.weight {list(shapes['fc.weight'])}"]
+    assert head_problems(without, draft_table(config), config) == [
+        f"missing tensor fc.weight {list(shapes['fc.weight'])}"
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in READ if "parameters" in HEADS[name]])
@@ -129,7 +131,7 @@ def test_names_alone_tell_what_would_be_missing(name):
     config = tiny_heads.make_draft().head.config
     shapes = sizes(config) | {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     tensors = empty({stored: shapes[stored] for stored in map(canonical, HEADS[name]["tensors"])})
-    problems = tensor_problems(tensors, config)
+    problems = head_problems(tensors, draft_table(config), config)
     missing = {problem.rpartition(" [")[0] for problem in problems}
     refused = set(HEADS[name]["expected"]["refused"])
     assert refused <= missing and bool(refused) == bool(missing)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from eagle3_jax.formats import draft_vocabulary, fields, files
 from eagle3_jax.formats.blocks import config as block_config
 from eagle3_jax.formats.blocks.kinds import DFLASH, SPECULATORS_TYPE, BlockKind, kind_of, kind_of_head
-from eagle3_jax.formats.blocks.tensors import block_tensor_problems, canonical, table
+from eagle3_jax.formats.blocks.tensors import canonical, table
 from eagle3_jax.formats.forms import SPECULATORS
 from eagle3_jax.formats.stored import (
     DraftFormatError,
@@ -27,7 +27,7 @@ from eagle3_jax.formats.stored import (
     target_rows,
     to_tensors,
 )
-from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD
+from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, head_problems
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.table import plain
@@ -71,7 +71,7 @@ def read_block_head(folder: pathlib.Path, target: Target | ModelConfig | None) -
         )
     config = block_config.read(kind, values, problems)
     if config is not None:
-        problems += block_tensor_problems(tensors, kind, config)
+        problems += head_problems(tensors, table(kind, config), config)
         shape = target.model.config if isinstance(target, Target) else target
         problems += [] if shape is None else misfits(config, shape) + _other_depth(values, shape)
     if config is not None and isinstance(target, Target):

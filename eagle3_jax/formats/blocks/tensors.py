@@ -6,12 +6,9 @@ dspark.py, 0.5.23) drops a tensor that it does not know without a message.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.formats.blocks.kinds import DFLASH2, DSPARK, BlockKind
-from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, number_problems
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig
 
@@ -52,39 +49,6 @@ def table(kind: BlockKind, config: BlockHeadConfig) -> dict[str, Entry]:
         entries["successors"] = plain(f"{SELECTOR}successor_codebook", c.draft_vocab_size, c.selector_rank)
         entries["selector"] = kernel(f"{SELECTOR}hidden_projection.weight", c.selector_rank, h)
     return entries
-
-
-def block_tensor_problems(tensors: Tensors, kind: BlockKind, config: BlockHeadConfig) -> list[str]:
-    """Lists every tensor that is missing, surplus, of a wrong shape or dtype, or not finite, by name.
-
-    Optional: the target's embeddings and LM head, which some trainers copy, `t2d`, and `d2t` of the whole vocabulary.
-    """
-    c = config
-    expected = {name: shape for entry in table(kind, c).values() for name, shape in entry.tensors.items()}
-    optional: dict[str, tuple[int, ...]] = {
-        LM_HEAD: (c.draft_vocab_size, c.hidden_size),
-        EMBEDDINGS: (c.vocab_size, c.hidden_size),
-        "t2d": (c.vocab_size,),
-    }
-    (optional if c.draft_vocab_size == c.vocab_size else expected)["d2t"] = (c.draft_vocab_size,)
-    problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
-    problems += [f"surplus tensor {name}" for name in sorted(tensors.keys() - expected.keys() - optional.keys())]
-    kinds = {"d2t": (np.integer, "integer offsets"), "t2d": (np.bool_, "bool")}
-    unusable = set()
-    for name, shape in (expected | optional).items():
-        if name not in tensors:
-            continue
-        dtype, wanted = kinds.get(name, (np.floating, "floating point"))
-        if tensors[name].shape != shape:
-            problems.append(f"{name}: got shape {list(tensors[name].shape)}, expected {list(shape)}")
-            unusable.add(name)
-        elif not jnp.issubdtype(tensors[name].dtype, dtype):
-            problems.append(f"{name}: got {tensors[name].dtype}, expected {wanted}")
-            unusable.add(name)
-    problems += number_problems(tensors, {*expected, LM_HEAD})
-    if "d2t" in tensors and not unusable & {"d2t", "t2d"}:
-        problems += draft_vocabulary.mapping_problems(tensors["d2t"].astype(np.int64), tensors.get("t2d"), c)
-    return problems
 
 
 def _layer(config: BlockHeadConfig, layer: str) -> dict[str, Entry]:

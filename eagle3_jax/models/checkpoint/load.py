@@ -25,6 +25,7 @@ from eagle3_jax.config import Weights
 from eagle3_jax.kernels.linear.api import quantise
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.mesh import parameter_path, sharding_of, shardings
+from eagle3_jax.models.checkpoint.check import Described, tensor_problems
 from eagle3_jax.models.checkpoint.gguf_file import GGUF, with_blocks
 from eagle3_jax.models.checkpoint.quantised import scale_problems, with_stored_scales
 from eagle3_jax.models.checkpoint.ranges import open_tensors
@@ -85,10 +86,10 @@ def load_model(
     for name in unused:
         del files[name]
     if config.scales is not None:
-        table = with_stored_scales(table, config.scales, _described(files))
+        table = with_stored_scales(table, config.scales, _described(files)[0])
     in_blocks = any(path.suffix == GGUF for path in files.values())
     if in_blocks:
-        table = with_blocks(table, _described(files))
+        table = with_blocks(table, _described(files)[0])
     _check(folder, table, files, tied=config.tie_word_embeddings)
     if weights == "stored" and not any(entry.packed for entry in table.values()):
         expected = "a checkpoint with quantised matrices, or another value"
@@ -225,18 +226,24 @@ def locate(folder: disk.Path) -> dict[str, disk.Path]:
         raise WeightsError(f"{single}: truncated or not safetensors ({error})") from error
 
 
-def _described(files: dict[str, disk.Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Maps each tensor's name to its dtype and shape; a damaged file's are left out, `misfits` reports it."""
-    found = {}
-    for path in set(files.values()):
+def _described(files: dict[str, disk.Path]) -> tuple[dict[str, Described], list[str]]:
+    """Maps each tensor's name to its dtype and shape; lists the files that are damaged, whose tensors are left out."""
+    found: dict[str, Described] = {}
+    problems: list[str] = []
+    for path in sorted(set(files.values())):
+        names = [name for name, other in files.items() if other == path]
         try:
             with open_tensors(path) as handle:
-                for name in {name for name, other in files.items() if other == path} & set(handle.keys()):
-                    tensor = handle.get_slice(name)
-                    found[name] = tensor.get_dtype(), tuple(tensor.get_shape())
-        except SafetensorError:
-            continue
-    return found
+                stored = set(handle.keys())
+                for name in names:
+                    if name in stored:
+                        tensor = handle.get_slice(name)
+                        found[name] = Described(tensor.get_dtype(), tuple(tensor.get_shape()))
+                    else:
+                        problems.append(f"{path.name}: the index promises {name}, the file does not hold it")
+        except SafetensorError as error:
+            problems.append(f"{path.name}: truncated or not safetensors ({error})")
+    return found, problems
 
 
 def _renamed(entry: Entry, stored: dict[str, str]) -> Entry:
@@ -274,28 +281,13 @@ def misfits(table: dict[str, Entry], files: dict[str, disk.Path]) -> list[str]:
     """Lists the table's tensors that are missing, wrongly shaped or unreadable in the files that `locate` found."""
     expected = {name: shape for entry in table.values() for name, shape in entry.tensors.items()}
     dtypes = {name: entry.dtypes for entry in table.values() for name in entry.tensors}
-    problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in files]
-    by_file: dict[disk.Path, list[str]] = {}
-    for name, path in files.items():
-        if name in expected:
-            by_file.setdefault(path, []).append(name)
-    for path, names in sorted(by_file.items()):
-        try:
-            with open_tensors(path) as handle:
-                stored = set(handle.keys())
-                for name in names:
-                    if name not in stored:
-                        problems.append(f"{path.name}: the index promises {name}, the file does not hold it")
-                        continue
-                    tensor = handle.get_slice(name)
-                    shape = tuple(tensor.get_shape())
-                    if shape != expected[name]:
-                        problems.append(f"{name}: got shape {list(shape)}, expected {list(expected[name])}")
-                    if tensor.get_dtype() not in dtypes[name]:  # quantised in a way that only its own library reads
-                        problems.append(f"{name}: got dtype {tensor.get_dtype()}, expected one of {dtypes[name]}")
-        except SafetensorError as error:
-            problems.append(f"{path.name}: truncated or not safetensors ({error})")
-    return problems
+
+    def other_dtype(name: str, dtype: str) -> str | None:  # quantised in a way that only its own library reads
+        return None if dtype in dtypes[name] else f"one of {dtypes[name]}"
+
+    found, damaged = _described({name: path for name, path in files.items() if name in expected})
+    there = {name: shape for name, shape in expected.items() if name in found or name not in files}
+    return tensor_problems(found, there, None, other_dtype) + damaged
 
 
 def reader(files: dict[str, disk.Path]) -> Callable[[str], Any]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.mesh import shardings
+from eagle3_jax.models.checkpoint.check import tensor_problems
 from eagle3_jax.models.checkpoint.load import WeightsError, parameter_path
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
@@ -94,25 +95,14 @@ def target_of(weights: Any, config: ModelConfig, dtype: Any, mesh: jax.sharding.
     leaves = jax.tree_util.tree_leaves_with_path(weights)
     found = {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): x for path, x in leaves}
     sources = _sources(found, config)
-    problems = [
-        f"{name}: got dtype {x.dtype}, expected floats"
-        for name, x in found.items()
-        if not jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    wanted = {source.name: source.shape for source in sources.values()}
-    problems += [f"missing {name} {list(shape)}" for name, shape in wanted.items() if name not in found]
-    problems += [f"surplus {name}" for name in found.keys() - wanted.keys()]
-    problems += [
-        f"{name}: got shape {list(found[name].shape)}, expected {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and found[name].shape != shape
-    ]
+    problems = tensor_problems(found, {source.name: source.shape for source in sources.values()})
     if not problems and {"lm_head.weight", "model.embed_tokens.weight"} <= found.keys() and config.tie_word_embeddings:
         if not (found["lm_head.weight"] == found["model.embed_tokens.weight"]).all():
             problems = ["lm_head.weight: got other values than model.embed_tokens.weight, expected equal ones or none"]
     if not problems:
-        finite = jax.device_get([_finite(x) for x in found.values()])
-        problems = [f"{name}: got NaN or infinity" for name, held in zip(found, finite, strict=True) if not held]
+        arrays = {name: x for name, x in found.items() if not isinstance(x, np.ndarray)}
+        finite = jax.device_get([_finite(x) for x in arrays.values()])
+        problems = [f"{name}: got NaN or infinity" for name, held in zip(arrays, finite, strict=True) if not held]
     if problems:
         raise WeightsError(f"weights do not fit ({len(problems)} problems):\n  " + "\n  ".join(sorted(problems)))
     return _program(config, jnp.dtype(dtype), mesh)(found)

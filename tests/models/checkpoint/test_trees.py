@@ -186,9 +186,9 @@ def test_every_problem_is_named_as_the_caller_names_it():
     assert str(raised.value).splitlines() == [
         "weights do not fit (4 problems):",
         "  layers/1/attn/q_proj/w: got shape [16, 4, 5], expected [16, 4, 4]",
-        "  layers/1/mlp/gate_proj/kernel: got dtype int32, expected floats",
-        "  missing layers/0/mlp/up_proj/kernel [16, 24]",
-        "  surplus layers/2/more",
+        "  layers/1/mlp/gate_proj/kernel: got dtype int32, expected floating point",
+        "  missing tensor layers/0/mlp/up_proj/kernel [16, 24]",
+        "  surplus tensor layers/2/more",
     ]
     weights = maxtext(model, stacked=True)
     weights["params"]["decoder"]["layers"]["mlp"]["wo"]["kernel"][3, 1, 2] = np.nan
