@@ -165,7 +165,7 @@ def test_measures_a_prompts_file(
 def test_the_engine_may_choose(
     config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))
+    monkeypatch.setattr(tiers, "of_head", lambda head: (tiers.VANILLA, tiers.CHAIN))
     auto = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, tree="auto"))
     result = evaluate.run(auto, prompts, tmp_path / "report.json", target)
     assert result["identical"] == 3

@@ -142,7 +142,7 @@ def tpu_formats(module: TargetModel | Head) -> Any:
     if isinstance(module, TargetModel):
         rows = {"embed"} if hasattr(module, "lm_head") else set()
     else:
-        rows = {"embed", "lm_head", "markov_in", "predecessors", "successors"}
+        rows = set(module.gathered)
 
     def of(path: Any, leaf: Any) -> Sharding | Format:
         name = parameter_path(path)

@@ -149,7 +149,7 @@ def test_the_default_is_an_engine_of_its_own_over_the_same_weights(measured, dra
 
 @pytest.mark.long
 def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts, monkeypatch):
-    monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))  # the default's: fewer to compile
+    monkeypatch.setattr(tiers, "of_head", lambda head: (tiers.VANILLA, tiers.CHAIN))  # the default's: fewer to compile
     report = tune.run(config, prompts, target)
     assert [batch["batch_size"] for batch in report["batches"]] == [1, 2]
     for batch in report["batches"]:

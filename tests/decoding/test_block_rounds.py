@@ -111,8 +111,8 @@ def test_a_pass_over_the_cache_equals_training_s(toy, kind, layers):
         _, cache = head.feed(embed, at[:, :8], fused[:, :8], Pass(at[:, :8], jnp.zeros(2, jnp.int32)), cache)
         _, cache = head.feed(embed, at[:, 8:], fused[:, 8:], Pass(at[:, 8:], jnp.full(2, 8)), cache)
         this = Pass(lengths[:, None], lengths)
-        states, cache = head.block(embed, anchor, this, cache, head.drafts)
-        again, _ = head.block(embed, anchor, this, cache, head.drafts)  # its entries were scratch
+        states, cache = head.rows(embed, anchor, fused[:, 0], this, cache, head.drafts)
+        again, _ = head.rows(embed, anchor, fused[:, 0], this, cache, head.drafts)  # its entries were scratch
         return expected, states, again
 
     expected, states, again = run(head)
@@ -192,7 +192,7 @@ def test_auto_chooses_among_parts_of_the_block(toy, trained):
 @pytest.mark.parametrize(
     "kind, tree, message",
     [
-        (DFlash, DraftTree(num_steps=5, num_draft_tokens=6), r"tree\.num_steps: got 5, expected at most the block's 4"),
+        (DFlash, DraftTree(num_steps=5, num_draft_tokens=6), r"tree\.num_steps: got 5, expected at most the head's 4"),
         (
             DFlash2,
             DraftTree(num_steps=2, topk=6, num_draft_tokens=8),
@@ -229,7 +229,7 @@ def test_drawn_drafts_come_with_what_they_were_drawn_from(toy, trained, kind):
         state, cache = head.feed(embed, at, fused, Pass(at, none, row=none), head.empty_cache(8, 32))
         this = Pass(lengths[:, None], lengths)
         nodes, cache = grow(toy.target, draft, tree, root, state[:, 0], this, cache, sampling)
-        states, _ = head.block(embed, root, this, cache, tree.num_steps)
+        states, _ = head.rows(embed, root, state[:, 0], this, cache, tree.num_steps)
         return nodes, states
 
     nodes, states = drafts(draft)

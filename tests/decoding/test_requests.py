@@ -466,7 +466,7 @@ def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count)
 def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch):
     """The head rests and wakes between dispatches, whoever joins, leaves or is aborted."""
     every, draw = [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], random.Random(7)
-    monkeypatch.setattr(tiers, "WITH_HEAD", tuple(every))
+    monkeypatch.setattr(tiers, "of_head", lambda head: tuple(every))
     monkeypatch.setattr(shapes, "WIDTHS", (3,))  # of each there are six programs to compile
     monkeypatch.setattr(TierChoice, "useful", lambda self, costs: costs)
     monkeypatch.setattr(TierChoice, "choose", lambda *args, **kwargs: draw.choice(every))

@@ -101,7 +101,7 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
     split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
     order = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP]
-    monkeypatch.setattr(tiers, "WITH_HEAD", tuple(order))
+    monkeypatch.setattr(tiers, "of_head", lambda head: tuple(order))
     engine = Engine(split, Tokenizer(), toy.good, **SMALL)
     for width in (1, 2):  # with one request left, rounds are narrow
         measured = costs.round_costs(engine._runner, engine.tiers.tiers, greedy=True, width=width)

@@ -30,7 +30,7 @@ def runs(engine) -> bool:
 
 @pytest.mark.slow
 def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, monkeypatch):
-    monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))
+    monkeypatch.setattr(tiers, "of_head", lambda head: (tiers.VANILLA, tiers.CHAIN))
     monkeypatch.setattr(loop, "_IDLE", 0.0)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SMALL)
     assert engine.stats().ready_programs == engine.stats().planned_programs == 0

@@ -14,47 +14,21 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.params import is_number
 from eagle3_jax.decoding.tier import VANILLA, Tier
-from eagle3_jax.models.drafts.dflash import DFlash
-from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.head import CHAIN as FIRST
+from eagle3_jax.models.drafts.head import TREES, Draft, Head
 from eagle3_jax.models.target import ModelConfig
 
 _log = logging.getLogger(__name__)
 
-
 LOOKUP = Tier(DraftTree(num_steps=8, num_draft_tokens=9, lookup_tokens=8), head=False)
-CHAIN = Tier(DraftTree(num_steps=3, num_draft_tokens=4), head=True)
+CHAIN = Tier(FIRST, head=True)
 WITH_LOOKUP = (VANILLA, Tier(DraftTree(num_steps=3, num_draft_tokens=4, lookup_tokens=3), head=False), LOOKUP)
-WITH_HEAD = (
-    VANILLA,
-    LOOKUP,
-    Tier(DraftTree(num_steps=1, num_draft_tokens=2), head=True),
-    CHAIN,
-    Tier(DraftTree(num_steps=3, topk=3, num_draft_tokens=8, lookup_tokens=7), head=True),
-    Tier(DraftTree(num_steps=5, topk=4, num_draft_tokens=16, lookup_tokens=8), head=True),
-)
+WITH_HEAD = (VANILLA, LOOKUP, *(Tier(tree, head=True) for tree in TREES))
 
 
-def of_block(drafts: int, topk: int) -> tuple[Tier, ...]:
-    """Makes the tiers of a head that drafts a block in one pass: parts of the block, and trees over it.
-
-    Args:
-        drafts: tokens of the block, its anchor excluded.
-        topk: most children of a node.
-    """
-
-    def chain(steps: int) -> Tier:
-        return Tier(DraftTree(num_steps=steps, num_draft_tokens=steps + 1), head=True)
-
-    def tree(nodes: int, copied: int) -> Tier:
-        wide = min(4, topk)
-        pool = 1 + wide + (drafts - 1) * wide**2
-        return Tier(
-            DraftTree(num_steps=drafts, topk=wide, num_draft_tokens=min(nodes, pool), lookup_tokens=copied), head=True
-        )
-
-    chains = [chain(steps) for steps in sorted({min(2, drafts), -(-drafts // 2), drafts})]
-    trees = [tree(max(nodes, drafts + 1), copied) for nodes, copied in ((8, 7), (16, 8), (32, 8))] if topk > 1 else []
-    return (VANILLA, LOOKUP, *chains, *dict.fromkeys(trees))
+def of_head(head: Head) -> tuple[Tier, ...]:
+    """Makes the tiers of the sizes that a head drafts in unless others are asked for."""
+    return (VANILLA, LOOKUP, *(Tier(tree, head=True) for tree in head.trees))
 
 
 def choice_for(
@@ -92,10 +66,7 @@ def choice_for(
         own = [Tier(replace(x, lookup_tokens=x.num_steps), head=False) for x in trees]
     else:
         _check(draft, target, trees)
-        every, default = [x for x in WITH_HEAD if x.topk <= draft.head.config.draft_vocab_size], CHAIN
-        if isinstance(draft.head, DFlash):
-            every = of_block(draft.head.drafts, draft.head.most_children)
-            default = next(x for x in every if x.name == f"chain {draft.head.drafts}")
+        every, default = of_head(draft.head), Tier(draft.head.first_tree, head=True)
         own = [Tier(x, head=True) for x in trees]
     if own:
         every, default = own if isinstance(tree, DraftTree) else [VANILLA, *own], own[0]
@@ -117,11 +88,10 @@ def _check(draft: Draft, target: ModelConfig, trees: Sequence[DraftTree]) -> Non
             raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
     if head.aux_layers and head.hidden_size != target.hidden_size:  # such a head reads the target's embeddings too
         raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.hidden_size}")
-    block = isinstance(draft.head, DFlash)
-    most = draft.head.most_children if isinstance(draft.head, DFlash) else head.draft_vocab_size
+    most, deepest = draft.head.most_children, draft.head.drafts
     for tree in trees:
         if tree.topk > most:
-            name = "the head's candidates" if block else "the draft vocabulary"
+            name = "the draft vocabulary" if most == head.draft_vocab_size else "the head's candidates"
             raise ValueError(f"tree.topk: got {tree.topk}, expected at most {name}, {most}")
-        if isinstance(draft.head, DFlash) and tree.num_steps > draft.head.drafts:
-            raise ValueError(f"tree.num_steps: got {tree.num_steps}, expected at most the block's {draft.head.drafts}")
+        if deepest is not None and tree.num_steps > deepest:
+            raise ValueError(f"tree.num_steps: got {tree.num_steps}, expected at most the head's {deepest}")

@@ -25,9 +25,6 @@ from eagle3_jax.decoding.rounds.tree import TokenTree
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.kernels.linear.layouts import bytes_of
 from eagle3_jax.mesh import parameter_path
-from eagle3_jax.models.drafts.dflash import DFlash
-from eagle3_jax.models.drafts.eagle3 import DraftHead
-from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import timing
 
@@ -132,15 +129,14 @@ def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: An
     total = _of_model(target, batch, 1 if tree is None else tree.num_draft_tokens, length, kv_dtype)
     if tier.head and tree is not None and draft is not None:
         head = draft.head
-        if isinstance(head, DFlash):
-            return total + _weights(head, head.config, batch)
-        for nodes in [tree.topk] * (tree.num_steps - 1) + [tree.depth + 1]:
-            if isinstance(head, DraftModel):
+        passes = head.passes(tree)
+        for nodes in passes:
+            if head.model is not None:
                 total += _of_model(head.model, batch, nodes, length, kv_dtype)
             else:
                 total += _weights(head, getattr(head.config, "model", head.config), batch * nodes)
-        if isinstance(head, DraftHead):
-            total -= (tree.num_steps - 1) * sum(map(bytes_of, jax.tree.leaves(head.fc)))
+        once = [getattr(head, name) for name in head.read_once]
+        total -= (len(passes) - 1) * sum(map(bytes_of, jax.tree.leaves(once)))
     return total
 
 

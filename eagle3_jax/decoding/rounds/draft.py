@@ -16,8 +16,6 @@ of its siblings and always a node of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +26,11 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.lookup import Copied
 from eagle3_jax.decoding.rounds.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree, rerank
-from eagle3_jax.kernels.linear.layouts import Quantised
-from eagle3_jax.kernels.vocabulary.api import ranked, top_k_of_logits, vocabulary_logits
+from eagle3_jax.kernels.vocabulary.api import ranked, top_k_of_logits
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache, Pass
-from eagle3_jax.models.drafts.dflash import DFlash
-from eagle3_jax.models.drafts.head import Draft, Head
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.levels import unread
 from eagle3_jax.models.target import TargetModel
 
 
@@ -66,12 +63,8 @@ def grow(
     k, batch, lengths = tree.topk, root.shape[0], this.lengths
     coins = _coins(sampling, lengths, tree.num_steps, greedy=greedy) if sampling is not None and k == 1 else None
     drawn: list[Array] = []
-    levels: Recurrent | Block
-    if isinstance(draft.head, DFlash):
-        best_alone = greedy if sampling is not None else True
-        levels = Block(draft.head, tree, target.embed[...], root, this, cache, greedy=best_alone)
-    else:
-        levels = Recurrent(draft.head, target.embed[...], draft_state, this, cache)
+    best_alone = True if sampling is None else greedy
+    levels = draft.head.levels(target.embed[...], tree, root, draft_state, this, cache, greedy=best_alone)
 
     def children(tokens: Int[Array, "b m"]) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
         """Returns log-probabilities and draft ids."""
@@ -127,108 +120,6 @@ def grow(
     return dataclasses.replace(nodes, drawn=of), levels.cache
 
 
-class Recurrent:
-    """The levels of a tree, each a pass of the head over the frontier, while a program is traced.
-
-    Attributes:
-        cache: the head's, with the entries of the levels so far behind the committed ones.
-    """
-
-    def __init__(
-        self,
-        head: Head,
-        embed: Float[Array, "v e"] | Quantised,
-        draft_state: Float[Array, "b h"],
-        this: Pass,
-        cache: KVCache,
-    ) -> None:
-        self.cache, self._head, self._embed, self._this = cache, head, embed, this
-        self._states, self._depth = draft_state[:, None], 0
-        self._seen: Bool[Array, "b m t"] | None = None
-
-    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
-        """Goes to the next level.
-
-        Args:
-            tokens: the frontier's target ids.
-            parents: their places in the frontier before.
-        """
-        (batch, k), before = tokens.shape, self._states
-        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
-        if self._seen is None:
-            features, self._seen = jnp.broadcast_to(before, (batch, k, before.shape[-1])), own
-        else:
-            features = jnp.take_along_axis(before, parents[:, :, None], axis=1)
-            above = jnp.take_along_axis(self._seen, parents[:, :, None], axis=1)
-            self._seen = jnp.concatenate([above, own], axis=-1)
-        positions = jnp.broadcast_to((self._this.lengths + self._depth)[:, None], (batch, k))
-        this = dataclasses.replace(self._this, positions=positions, tail_mask=self._seen)
-        self._states, self.cache = self._head.feed(self._embed, tokens, features, this, self.cache)
-        self._depth += 1
-
-    def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
-        """Returns log-probabilities and draft ids of the k best children of each node of the frontier."""
-        return self._head.top_k(self._states, k)
-
-    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
-        """Returns the logits of the frontier's children."""
-        return self._head.logits(self._states)
-
-
-class Block:
-    """The levels of a tree, each a row of one block (DFlash, arXiv 2602.06036), while a program is traced.
-
-    A row scores its tokens behind each node of the frontier, as far as the head's corrector reads the token before.
-
-    Attributes:
-        cache: the head's, with the block's entries behind the committed ones.
-    """
-
-    def __init__(
-        self,
-        head: DFlash,
-        tree: DraftTree,
-        embed: Float[Array, "v h"] | Quantised,
-        anchor: Int[Array, " b"],
-        this: Pass,
-        cache: KVCache,
-        *,
-        greedy: bool | Bool[Array, ""],
-    ) -> None:
-        self._head, self._row = head, 0
-        self._states, self.cache = head.block(embed, anchor, this, cache, tree.num_steps)
-
-        def candidates() -> Any:
-            return head.candidates(self._states, tree.topk)
-
-        def logits() -> Array:
-            return vocabulary_logits(self._states, head.output_rows)
-
-        if greedy is True:
-            self._candidates = candidates()
-        elif greedy is False:
-            self._logits = logits()
-        else:
-            self._candidates, self._logits = jax.lax.cond(
-                greedy, lambda: (candidates(), _unread(logits)), lambda: (_unread(candidates), logits())
-            )
-
-    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
-        """See `Recurrent`."""
-        self._row += 1
-
-    def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
-        """See `Recurrent`; `tokens` are the frontier's."""
-        return self._head.best(self._candidates, self._row, tokens, k)
-
-    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
-        """See `Recurrent`; `tokens` are the frontier's."""
-        states, logits = self._states[:, self._row, None], self._logits[:, self._row, None]
-        shape = tokens.shape
-        states, logits = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (states, logits))
-        return self._head.adjusted(logits, states, tokens)
-
-
 def _coins(
     sampling: Sampling, lengths: Int[Array, " b"], steps: int, *, greedy: bool | Bool[Array, ""]
 ) -> Float[Array, "b s 2"]:
@@ -237,12 +128,7 @@ def _coins(
     def made() -> Array:
         return sampling.uniform(lengths, DRAFTS, steps, 2)
 
-    return made() if greedy is False else jax.lax.cond(greedy, lambda: _unread(made), made)
-
-
-def _unread(made: Callable[[], Any]) -> Any:
-    """Returns what has the shapes of another branch's results."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(made))
+    return made() if greedy is False else jax.lax.cond(greedy, lambda: unread(made), made)
 
 
 # Parent of a copied token that is no candidate: the head proposes the token itself, or nothing was copied.

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.kernels.block_attention import block_attention
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.linear.layouts import Quantised
-from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
+from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
-from eagle3_jax.models.drafts.head import Head
+from eagle3_jax.models.drafts.one_pass import OnePassHead
 from eagle3_jax.models.layers import (
     Scaling,
     SwiGLU,
@@ -139,7 +139,7 @@ class BlockLayer(nnx.Module):
         return sublayer(normed)
 
 
-class DFlash(Head):
+class DFlash(OnePassHead):
     """The backbone, which drafts the tokens of a block independently of each other.
 
     A loaded head has LM-head rows of its own, the target's where it was trained with these (`lm_head`).
@@ -164,13 +164,8 @@ class DFlash(Head):
 
     @property
     def drafts(self) -> int:
-        """Number of tokens that a block drafts."""
+        """See `Head`: the tokens of a block."""
         return self.config.block_size - self.first_row
-
-    @property
-    def most_children(self) -> int:
-        """Number of tokens that a row can propose."""
-        return self.config.draft_vocab_size
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
         """Fuses the target's states (concatenated, ascending boundaries) into the context, shared by all layers."""
@@ -237,23 +232,20 @@ class DFlash(Head):
             cache = cache.with_layer(number, cache.layer(number).append(keys, values, this))
         return at_row(features, this.row), cache
 
-    def block(
-        self, embed: Float[Array, "v h"] | Quantised, anchor: Int[Array, " b"], this: Pass, cache: KVCache, drafts: int
+    def rows(
+        self,
+        embed: Float[Array, "v h"] | Quantised,
+        root: Int[Array, " b"],
+        state: Float[Array, "b h"],
+        this: Pass,
+        cache: KVCache,
+        drafts: int,
     ) -> tuple[Float[Array, "b drafts h"], KVCache]:
-        """Runs one pass over a block behind the context; its entries are scratch behind the committed ones.
-
-        Args:
-            embed: the target's embeddings. anchor: the token at position `lengths`.
-            cache: cache of the context, see `feed`.
-            drafts: at most `self.drafts`.
-
-        Returns:
-            The LM head's inputs: index i predicts the token at position lengths + 1 + i.
-        """
+        """See `OnePassHead`: a block behind the context, whose anchor is the root. The state is not read."""
         c, rows = self.config, drafts + self.first_row
-        masks = jnp.full((len(anchor), rows - 1), c.mask_token_id, anchor.dtype)
-        x = embeddings(embed, jnp.concatenate([anchor[:, None], masks], axis=1))
-        at, shape = this.lengths[:, None] + jnp.arange(rows)[None], (len(anchor), rows, rows)
+        masks = jnp.full((len(root), rows - 1), c.mask_token_id, root.dtype)
+        x = embeddings(embed, jnp.concatenate([root[:, None], masks], axis=1))
+        at, shape = this.lengths[:, None] + jnp.arange(rows)[None], (len(root), rows, rows)
         rope = self._rope(at)
         for number, layer in enumerate(self.layers):
             seen = jnp.tril(jnp.ones(shape, bool)) if c.causal(number) else jnp.ones(shape, bool)
@@ -267,23 +259,6 @@ class DFlash(Head):
         """Returns the state, which is normed already."""
         return state
 
-    def candidates(self, states: Float[Array, "b s h"], k: int) -> Any:
-        """Computes what `best` reads, for all rows of a block at once: the LM head's matrix is read once."""
-        return vocabulary_top_k(states, self.output_rows, k)
-
-    def best(
-        self, candidates: Any, row: int, before: Int[Array, "b m"], k: int
-    ) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
-        """Returns log-probabilities and draft ids of the k best tokens of a row, best first.
-
-        Args:
-            candidates: see there; made for k tokens at least.
-            before: the preceding token (a target id), of m branches.
-        """
-        scores, ids = candidates
-        shape = (*before.shape, k)
-        return jnp.broadcast_to(scores[:, row, None, :k], shape), jnp.broadcast_to(ids[:, row, None, :k], shape)
-
     def empty_cache(self, batch: int, slots: int) -> KVCache:
         c = self.config
         return KVCache.empty(len(c.layer_types), batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
@@ -295,12 +270,6 @@ class DFlash(Head):
     def rows_of(self, rows: Float[Array, "dv h"]) -> Float[Array, "dv h"]:
         """Returns the LM-head rows, one per draft token; `rows` are the target's rows of these tokens."""
         return self.lm_head[...] if hasattr(self, "lm_head") else rows
-
-    def adjusted(
-        self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
-    ) -> Float[Array, "*batch dv"]:
-        """Adjusts a draft's logits by the preceding token `before` (a target id); unchanged here."""
-        return logits
 
     def walk(
         self,

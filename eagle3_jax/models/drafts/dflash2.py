@@ -68,6 +68,7 @@ class DFlash2(DFlash):
 
     layer = ConvolvedLayer
     vocabulary_rows = ("lm_head", "successors")
+    gathered = ("lm_head", "predecessors", "successors")
 
     def __init__(self, config: BlockHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         super().__init__(config, dtype=dtype, rngs=rngs)

@@ -22,6 +22,7 @@ class DSpark(DFlash):
     """The DSpark head; `markov_in` [V, rank] by target id, `markov_out` [draft vocabulary, rank] by draft id."""
 
     first_row = 0
+    gathered = ("lm_head", "markov_in")
     vocabulary_rows = ("lm_head", "markov_out")
 
     def __init__(self, config: BlockHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:

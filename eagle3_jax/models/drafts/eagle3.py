@@ -97,6 +97,7 @@ class DraftHeadConfig:
 class DraftHead(Head):
     """The EAGLE-3 head."""
 
+    read_once = ("fc",)
     config: DraftHeadConfig
 
     def __init__(self, config: DraftHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:

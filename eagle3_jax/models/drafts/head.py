@@ -7,14 +7,26 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.config import DraftTree
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
+from eagle3_jax.models.drafts.levels import Levels
 from eagle3_jax.models.layers import embeddings
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target import ModelConfig, TargetModel
+
+# Sizes of drafts of which the engine takes the fastest. Until it knows, it takes a chain of 3.
+CHAIN = DraftTree(num_steps=3, num_draft_tokens=4)
+TREES = (
+    DraftTree(num_steps=1, num_draft_tokens=2),
+    CHAIN,
+    DraftTree(num_steps=3, topk=3, num_draft_tokens=8, lookup_tokens=7),
+    DraftTree(num_steps=5, topk=4, num_draft_tokens=16, lookup_tokens=8),
+)
 
 
 class Head(nnx.Module):
@@ -28,9 +40,17 @@ class Head(nnx.Module):
         fc: input projection of the features, or of embeddings and features; its dtype is the head's.
         lm_head: [draft vocabulary, H], one row per draft token.
         vocabulary_rows: names of the parameters that have a row for each draft token.
+        gathered: names of the parameters of which a round reads single rows.
+        read_once: names of the parameters that the last of a round's `passes` reads, and no other.
+        drafts: most tokens of a chain; None: as many as asked for.
+        model: the smaller model that drafts; None: the head is a layer over the target's states.
     """
 
     vocabulary_rows: ClassVar[tuple[str, ...]] = ("lm_head",)
+    gathered: ClassVar[tuple[str, ...]] = ("embed", "lm_head")
+    read_once: ClassVar[tuple[str, ...]] = ()
+    drafts: int | None = None
+    model: TargetModel | None = None
     config: Any
     fc: nnx.Param
     lm_head: nnx.Param
@@ -79,6 +99,48 @@ class Head(nnx.Module):
         attend = CachedAttention(this, cache)
         return self(embeddings(embed, tokens), features, this, attend), attend.cache
 
+    def levels(
+        self,
+        embed: Float[Array, "v e"] | Quantised,
+        tree: DraftTree,
+        root: Int[Array, " b"],
+        state: Float[Array, "b h"],
+        this: Pass,
+        cache: KVCache,
+        *,
+        greedy: bool | Bool[Array, ""],
+    ) -> Levels:
+        """Begins to draft a tree behind the committed pairs.
+
+        Args:
+            embed: the target's embeddings.
+            root: the token after the committed ones.
+            state: what `feed` returned of the last committed pair, whose token is the root.
+            this: the pass behind the committed pairs; its positions and masks are not read.
+            cache: slots behind the committed pairs are scratch.
+            greedy: whether the best children alone are asked for, never logits; an array is known on the device alone.
+        """
+        return Recurrent(self, embed, state, this, cache)
+
+    def passes(self, tree: DraftTree) -> list[int]:
+        """Lists the nodes of a sequence in each pass of a round; the last one reads the committed tokens."""
+        return [tree.topk] * (tree.num_steps - 1) + [tree.depth + 1]
+
+    @property
+    def most_children(self) -> int:
+        """Most tokens that are proposed behind a node."""
+        return self.config.draft_vocab_size
+
+    @property
+    def trees(self) -> tuple[DraftTree, ...]:
+        """The sizes that the engine chooses from unless others are asked for."""
+        return tuple(tree for tree in TREES if tree.topk <= self.most_children)
+
+    @property
+    def first_tree(self) -> DraftTree:
+        """The size among `trees` that is taken until costs are known: the whole chain of one pass, else one of 3."""
+        return CHAIN if self.drafts is None else DraftTree(num_steps=self.drafts, num_draft_tokens=self.drafts + 1)
+
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
         """Returns the LM head's input: `lm_head @ output_hidden(state)` are the draft logits."""
         raise NotImplementedError
@@ -108,6 +170,45 @@ class Head(nnx.Module):
     def empty_pages(self, pages: int, page_size: int) -> KVCache:
         c = self.config
         return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
+
+
+class Recurrent(Levels):
+    """Each level is a pass of the head over the frontier."""
+
+    def __init__(
+        self,
+        head: Head,
+        embed: Float[Array, "v e"] | Quantised,
+        draft_state: Float[Array, "b h"],
+        this: Pass,
+        cache: KVCache,
+    ) -> None:
+        self.cache, self._head, self._embed, self._this = cache, head, embed, this
+        self._states, self._depth = draft_state[:, None], 0
+        self._seen: Bool[Array, "b m t"] | None = None
+
+    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
+        """See `Levels`."""
+        (batch, k), before = tokens.shape, self._states
+        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+        if self._seen is None:
+            features, self._seen = jnp.broadcast_to(before, (batch, k, before.shape[-1])), own
+        else:
+            features = jnp.take_along_axis(before, parents[:, :, None], axis=1)
+            above = jnp.take_along_axis(self._seen, parents[:, :, None], axis=1)
+            self._seen = jnp.concatenate([above, own], axis=-1)
+        positions = jnp.broadcast_to((self._this.lengths + self._depth)[:, None], (batch, k))
+        this = dataclasses.replace(self._this, positions=positions, tail_mask=self._seen)
+        self._states, self.cache = self._head.feed(self._embed, tokens, features, this, self.cache)
+        self._depth += 1
+
+    def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """See `Levels`."""
+        return self._head.top_k(self._states, k)
+
+    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
+        """See `Levels`."""
+        return self._head.logits(self._states)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,7 +125,7 @@ def test_requests_that_the_head_cannot_draft_for_say_nothing_of_it(caplog):
 @pytest.mark.parametrize("first", [pytest.param("priced", marks=pytest.mark.long), "reported"])
 def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeypatch, first):
     """Answers are right, so nobody would notice. Costs that come behind the report wake it no more."""
-    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "of_head", lambda head: FEW)
     engine = Engine(toy.target, Tokenizer(), toy.plain, **SMALL)
     prompts, params = requests(24, seed=5)
 
@@ -150,7 +150,7 @@ def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeyp
 @pytest.mark.long
 def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_another(toy, vanilla, caplog, monkeypatch):
     """Greedy answers stay vanilla's, drawn ones come to an end; a head that replaces it is judged anew."""
-    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "of_head", lambda head: FEW)
     head = jax.tree.map(lambda x: x, toy.good.head)
     head.fc[...] *= np.nan
     prompts, params = requests(24, seed=5)
@@ -172,7 +172,7 @@ def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_anot
 
 @pytest.mark.slow
 def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeypatch):
-    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "of_head", lambda head: FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SMALL)
     engine.tiers.price({2: Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0)}, greedy=True)
     params = SamplingParams(max_tokens=20)
@@ -184,7 +184,7 @@ def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeyp
 
 @pytest.mark.slow
 def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
-    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "of_head", lambda head: FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SMALL)
     engine.tiers.price({2: Costs({"vanilla": 1.0, "chain 3": 1.1}, 0.0)}, greedy=True)
     with caplog.at_level(logging.WARNING):
@@ -203,7 +203,7 @@ def test_a_server_of_eight_places_has_at_most_24_programs():
 
 @pytest.mark.long
 def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "of_head", lambda head: FEW)
     before: Any = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
     sizes: dict[str, Any] = {**SMALL, "batch_size": 4}
     engine = Engine(toy.target, Tokenizer(), toy.good, **sizes)

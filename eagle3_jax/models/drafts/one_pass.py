@@ -1,0 +1,151 @@
+"""`OnePassHead`, a head that drafts all levels of a tree in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.kernels.linear.layouts import Quantised
+from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
+from eagle3_jax.models.cache import KVCache, Pass
+from eagle3_jax.models.drafts.head import Head
+from eagle3_jax.models.drafts.levels import Levels, unread
+
+
+class OnePassHead(Head):
+    """A head whose pass has a row for each level; a row may read the token before it (`adjusted`)."""
+
+    def rows(
+        self,
+        embed: Float[Array, "v h"] | Quantised,
+        root: Int[Array, " b"],
+        state: Float[Array, "b h"],
+        this: Pass,
+        cache: KVCache,
+        drafts: int,
+    ) -> tuple[Float[Array, "b drafts h"], KVCache]:
+        """Runs the pass behind the committed pairs.
+
+        Args:
+            embed: the target's embeddings. root: the token at position `lengths`.
+            state, this, cache: see `levels`.
+            drafts: at most `self.drafts`.
+
+        Returns:
+            The LM head's inputs: index i predicts the token at position lengths + 1 + i. And the cache.
+        """
+        raise NotImplementedError
+
+    def candidates(self, states: Float[Array, "b s h"], k: int) -> Any:
+        """Computes what `best` reads, for all rows of a pass at once: the LM head's matrix is read once."""
+        return vocabulary_top_k(states, self.output_rows, k)
+
+    def best(
+        self, candidates: Any, row: int, before: Int[Array, "b m"], k: int
+    ) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """Returns log-probabilities and draft ids of the k best tokens of a row, best first.
+
+        Args:
+            candidates: see there; made for k tokens at least.
+            before: the preceding token (a target id), of m branches.
+        """
+        scores, ids = candidates
+        shape = (*before.shape, k)
+        return jnp.broadcast_to(scores[:, row, None, :k], shape), jnp.broadcast_to(ids[:, row, None, :k], shape)
+
+    def adjusted(
+        self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
+    ) -> Float[Array, "*batch dv"]:
+        """Adjusts a draft's logits by the preceding token `before` (a target id); unchanged here."""
+        return logits
+
+    def levels(
+        self,
+        embed: Float[Array, "v e"] | Quantised,
+        tree: DraftTree,
+        root: Int[Array, " b"],
+        state: Float[Array, "b h"],
+        this: Pass,
+        cache: KVCache,
+        *,
+        greedy: bool | Bool[Array, ""],
+    ) -> Levels:
+        """See `Head`."""
+        states, cache = self.rows(embed, root, state, this, cache, tree.num_steps)
+        return Rows(self, states, cache, tree.topk, greedy=greedy)
+
+    def passes(self, tree: DraftTree) -> list[int]:
+        """See `Head`; what the committed tokens read again counts once."""
+        return [1]
+
+    @property
+    def trees(self) -> tuple[DraftTree, ...]:
+        """See `Head`: parts of the block, and trees over it."""
+        assert self.drafts is not None
+        drafts, wide = self.drafts, min(4, self.most_children)
+
+        def tree(nodes: int, copied: int) -> DraftTree:
+            size = min(max(nodes, drafts + 1), 1 + wide + (drafts - 1) * wide**2)
+            return DraftTree(num_steps=drafts, topk=wide, num_draft_tokens=size, lookup_tokens=copied)
+
+        chains = [
+            DraftTree(num_steps=steps, num_draft_tokens=steps + 1)
+            for steps in sorted({min(2, drafts), -(-drafts // 2), drafts})
+        ]
+        wider = [tree(nodes, copied) for nodes, copied in ((8, 7), (16, 8), (32, 8))] if wide > 1 else []
+        return (*chains, *dict.fromkeys(wider))
+
+
+class Rows(Levels):
+    """Each level is a row of one pass, which scores its tokens behind each node of the frontier.
+
+    Args:
+        states: the LM head's inputs, one for each level.
+        k: children of a node.
+        greedy: see `Head.levels`.
+    """
+
+    def __init__(
+        self,
+        head: OnePassHead,
+        states: Float[Array, "b drafts h"],
+        cache: KVCache,
+        k: int,
+        *,
+        greedy: bool | Bool[Array, ""],
+    ) -> None:
+        self._head, self._states, self.cache, self._row = head, states, cache, 0
+
+        def candidates() -> Any:
+            return head.candidates(states, k)
+
+        def logits() -> Array:
+            return vocabulary_logits(states, head.output_rows)
+
+        if greedy is True:
+            self._candidates = candidates()
+        elif greedy is False:
+            self._logits = logits()
+        else:
+            self._candidates, self._logits = jax.lax.cond(
+                greedy, lambda: (candidates(), unread(logits)), lambda: (unread(candidates), logits())
+            )
+
+    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
+        """See `Levels`."""
+        self._row += 1
+
+    def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """See `Levels`."""
+        return self._head.best(self._candidates, self._row, tokens, k)
+
+    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
+        """See `Levels`."""
+        states, logits = self._states[:, self._row, None], self._logits[:, self._row, None]
+        shape = tokens.shape
+        states, logits = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (states, logits))
+        return self._head.adjusted(logits, states, tokens)
