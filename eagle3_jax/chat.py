@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from eagle3_jax.config import TargetConfig, Weights
+from eagle3_jax.config.kinds import KINDS, in_target
 from eagle3_jax.decoding.defaults import sampling_defaults
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.decoding.text import Detokenizer
-from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import AUTO, LOOKUP
 from eagle3_jax.models.checkpoint.fetch import load_target, packaged_model
 from eagle3_jax.runs import command
@@ -96,7 +96,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle3-jax chat", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="is answered alone; without any it chats")
     parser.add_argument("--target", default="smollm2-135m-instruct", help="a name, a hub id, or a Hugging Face folder")
-    drafts = f"a head's folder or name, a smaller model, {LOOKUP}, {MTP}, or none; the default is the packaged head"
+    own = ", ".join(filter(in_target, KINDS))
+    drafts = f"a head's folder or name, a smaller model, {LOOKUP}, {own}, or none; the default is the packaged head"
     parser.add_argument("--draft", default=AUTO, help=drafts)
     weights = [value for kind in get_args(Weights) for value in get_args(kind) or [kind]]
     parser.add_argument("--weights", choices=weights, help="fewer bits, see docs/quantised-targets.md")

@@ -23,7 +23,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from eagle3_jax import mesh
+from eagle3_jax.config.kinds import KINDS
+from eagle3_jax.formats import kinds
 from eagle3_jax.models import layers
+from eagle3_jax.training.kinds import choice
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -61,6 +64,20 @@ def test_public_functions_are_type_checked():
     not_a_config: Any = "four by two"
     with pytest.raises(jaxtyping.TypeCheckError):
         mesh.make_mesh(not_a_config)
+
+
+def test_only_models_and_formats_tell_heads_apart():
+    """All others ask the head, or its record in `formats.kinds`."""
+    told = re.compile(r"isinstance.*(DFlash|DSpark|DraftModel|MtpHead|StoredHead|DraftHead)")
+    files = [x for x in (ROOT / "eagle3_jax").rglob("*.py") if not {"models", "formats"} & set(x.parts)]
+    assert len(files) > 100 and [x for x in files if told.search(x.read_text())] == []
+
+
+def test_every_kind_of_head_has_its_record_and_its_training():
+    for name, row in KINDS.items():
+        trained = choice.named(name)
+        assert kinds.named(name).name == name and (trained is None) == (row.training is None)
+        assert trained is None or trained.name == name
 
 
 def test_warnings_are_errors():

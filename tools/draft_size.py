@@ -16,8 +16,8 @@ from typing import Any
 
 from eagle3_jax import DraftTree
 from eagle3_jax.config import RunConfig, run_file
+from eagle3_jax.formats import kinds
 from eagle3_jax.formats.files import CONFIG
-from eagle3_jax.formats.serving import Serving, serving
 from eagle3_jax.models.checkpoint.fetch import packaged_model, split_revision
 from eagle3_jax.runs import disk
 
@@ -59,16 +59,18 @@ def command(config: RunConfig, path: str, engine: str) -> list[list[str]]:
         print(f"{name}: not on the hub; first: {shlex.join(first)}", file=sys.stderr)
     pinned = ["--revision", revision] if revision else []
     dtype = ["--dtype", config.export.dtype]  # the head's
-    flags = serving(pathlib.Path(draft)) if pathlib.Path(draft, CONFIG).exists() else Serving()
-    sizes = best(config, chain=engine == "vllm") if flags.drafts is None else (flags.drafts, 1, flags.drafts + 1)
+    there = pathlib.Path(draft, CONFIG).exists()
+    kind = kinds.of_folder(pathlib.Path(draft)) if there else kinds.named("eagle3")
+    block = kind.block(pathlib.Path(draft)) if there else None
+    sizes = best(config, chain=engine == "vllm") if block is None else (block, 1, block + 1)
     steps, topk, tokens = map(str, sizes)
     if engine == "vllm":
-        speculative = {"method": flags.method, "model": draft, "num_speculative_tokens": int(steps)}
+        speculative = {"method": kind.method, "model": draft, "num_speculative_tokens": int(steps)}
         return [["vllm", "serve", target, *pinned], ["--speculative-config", json.dumps(speculative)], dtype]
-    depth = ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk] if flags.drafts is None else []
+    depth = ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk] if block is None else []
     return [
         ["python", "-m", "sglang.launch_server", "--model-path", target, *pinned],
-        ["--speculative-algorithm", flags.algorithm, "--speculative-draft-model-path", draft],
+        ["--speculative-algorithm", kind.algorithm, "--speculative-draft-model-path", draft],
         [*depth, "--speculative-num-draft-tokens", tokens],
         dtype,
     ]

@@ -50,8 +50,8 @@ from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.extract import hidden_states
-from eagle3_jax.formats import eagle2, mtp
-from eagle3_jax.formats.mtp import MTP
+from eagle3_jax.formats import mtp
+from eagle3_jax.formats.eagle2 import heads as eagle2
 from eagle3_jax.formats.packaged import LOOKUP
 from eagle3_jax.kernels.linear.layouts import bytes_of
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
@@ -264,7 +264,7 @@ def drafting_head(config: RunConfig, shape: ModelConfig) -> Head:
         ids = jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32)
         trained = jax.eval_shape(lambda rows, ids: kind.draft(kind.build(nnx.Rngs(0)), rows, ids).head, rows, ids)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), trained)
-    if named == MTP:
+    if named == mtp.MTP.name:
         return mtp.abstract(shape, dtype, "evaluate.draft")
     file = pathlib.Path(named) / "config.json"
     if not file.exists() or not eagle2.may_be_eagle2(json.loads(file.read_text())):

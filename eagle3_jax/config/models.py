@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag
 
 from eagle3_jax.config.checks import Count, Positive, require, section
+from eagle3_jax.config.kinds import trained
 
 Dtype = Literal["float32", "bfloat16"]
 FewBits = Literal["int8", "fp8", "int4"]
@@ -111,7 +112,7 @@ class DraftConfig:
         selector_rank: rank of DFlash2's selector, whose two codebooks are most of a small target's head.
     """
 
-    kind: Literal["eagle3", "mtp", "dflash", "dspark", "dflash2"] = "eagle3"
+    kind: str = "eagle3"
     vocab_size: Count = 32000
     intermediate_size: Count | None = None
     num_attention_heads: Count | None = None
@@ -130,6 +131,8 @@ class DraftConfig:
     selector_rank: Count = 256
 
     def __post_init__(self) -> None:
+        *others, last = map(repr, trained())
+        require(self.kind in trained(), "kind", self.kind, f"{', '.join(others)} or {last}")
         types, window = self.layer_types, self.sliding_window
         fits = types is None or len(types) == self.num_layers
         require(fits, "layer_types", types, f"draft.num_layers = {self.num_layers} of them")

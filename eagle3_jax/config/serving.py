@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from eagle3_jax.config.checks import Count, Positive, Proper, Temperature, require, section
+from eagle3_jax.config.kinds import in_target
 from eagle3_jax.config.models import DraftTree, Dtype, FewBits, TreeOrAuto
 
 _MAX_CLIENT_TIMEOUT = (2**31 - 1) // 1000  # seconds: the socket takes milliseconds as a C int
@@ -30,7 +31,7 @@ class ExportConfig:
 
 def _check_token_map(draft: str | None, token_map: str | None) -> None:
     """Refuses a token map beside drafts without a folder, or beside the run's own head, which has a vocabulary."""
-    folder = draft not in (None, "auto", "lookup", "mtp", "none")
+    folder = draft not in (None, "auto", "lookup", "none") and not in_target(draft)
     expected = f"null, or the folder of a head of EAGLE-2 as `draft` (got {draft!r})"
     require(token_map is None or folder, "token_map", token_map, expected)
 

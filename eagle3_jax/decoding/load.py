@@ -7,9 +7,9 @@ import pathlib
 from typing import Any, Literal
 
 from eagle3_jax.config import MeshConfig, TargetConfig, Weights
-from eagle3_jax.formats import mtp
+from eagle3_jax.config.kinds import in_target
+from eagle3_jax.formats import kinds
 from eagle3_jax.formats.heads import load_draft
-from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, load_packaged
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.checkpoint.fetch import Target, load_target, target_config
@@ -37,7 +37,7 @@ def load_models(
     if not (draft is None or isinstance(draft, str | pathlib.Path | Draft)):
         expected = "a folder, a name, 'auto', 'lookup', 'mtp', a loaded head, or None for no drafts"
         raise ValueError(f"draft: got {draft!r}, expected {expected}")
-    in_folder = isinstance(draft, pathlib.Path) or (isinstance(draft, str) and draft not in (AUTO, LOOKUP, MTP))
+    in_folder = isinstance(draft, str | pathlib.Path) and draft not in (AUTO, LOOKUP) and not in_target(draft)
     if token_map is not None and not in_folder:
         got = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__
         raise ValueError(f"token_map: got {token_map}, expected None beside draft {got}, which it does not cut")
@@ -52,10 +52,10 @@ def load_models(
         config = config if weights is None else dataclasses.replace(config, weights=weights)
         loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
     of_target = loaded.model.embed[...].dtype
-    if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and in_folder):
+    if in_folder and isinstance(draft, str | pathlib.Path):
         head = load_draft(draft, target=loaded, dtype=of_target, token_map=token_map)
-    elif draft == MTP:
-        head = mtp.load(loaded, of_target)
+    elif isinstance(draft, str) and in_target(draft):
+        head = kinds.named(draft).load(None, loaded, of_target)
     elif isinstance(draft, str):
         head = LOOKUP if draft == LOOKUP else load_packaged(loaded, of_target)
     else:

@@ -15,25 +15,25 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
 from eagle3_jax.config import RunConfig, run_file
+from eagle3_jax.config.kinds import in_target
 from eagle3_jax.data import vocab
 from eagle3_jax.export import check, publish, write_target
-from eagle3_jax.formats import compatibility, heads, mtp
+from eagle3_jax.formats import heads, kinds
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.forms import FORMS, SPECULATORS
-from eagle3_jax.formats.stored import StoredHead, verifier
+from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.stored import verifier
 from eagle3_jax.models.checkpoint.fetch import Target, load_target, packaged_model
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 
@@ -74,12 +74,9 @@ def run(config: RunConfig, target: Target | None = None) -> None:
             head, form, dtype = load_head(checkpoints, kind.abstract(), step), config.export.format, config.export.dtype
 
             def write() -> None:
-                if isinstance(head, MtpHead):
-                    _place(folder, identity, head, lambda partial: mtp.write(partial, head, architecture, dtype, form))
-                    return
                 draft = Draft(head, jnp.asarray(token_ids))
-                stored, problems = heads.stored_head(draft, architecture, dtype, target.identity["name"])
-                _write(stored, form, folder, identity, problems)
+                own = kinds.of_head(head).stored(draft, architecture, dtype, target.identity["name"])
+                _write(own, form, folder, identity)
 
             processes.agree(write)
         elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity, other)):
@@ -111,11 +108,18 @@ def convert(source: str | disk.Path, form: str, folder: str | disk.Path) -> None
     _write(head, form, folder, identity)
 
 
-def _write(
-    head: StoredHead, form: str, folder: disk.Path, identity: dict[str, Any] | None, problems: Sequence[str] = ()
-) -> None:
-    _place(folder, identity, head.tensors, lambda partial: heads.write(partial, head, form, problems))
-    print(f"{folder}: {compatibility.served_by(FORMS[form], head)}", file=sys.stderr)
+def _write(head: StoredHead, form: str, folder: disk.Path, identity: dict[str, Any] | None) -> None:
+    """Writes the head and the manifest; the folder appears at once."""
+    parameters = sum(tensor.size for tensor in head.tensors.values())
+    with disk.atomic(folder) as partial:
+        head.kind.write(partial, head, form)
+        if identity is not None:
+            manifest.begin(partial, identity)
+            manifest.finish(partial, files=(CONFIG, WEIGHTS), parameters=parameters)
+    size = disk.size(folder / WEIGHTS) / 2**20
+    print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
+    if engines := head.kind.served_by(head, form):
+        print(f"{folder}: {engines}", file=sys.stderr)
     name = (head.verifier or {}).get("name_or_path")
     if form == SPECULATORS.name and name and packaged_model(name):
         print(
@@ -124,20 +128,6 @@ def _write(
             "prints it",
             file=sys.stderr,
         )
-
-
-def _place(
-    folder: disk.Path, identity: dict[str, Any] | None, tensors: Any, write: Callable[[pathlib.Path], None]
-) -> None:
-    """Has `write` make a folder of the tensors (a pytree), and adds the manifest; the folder appears at once."""
-    parameters = sum(tensor.size for tensor in jax.tree.leaves(tensors))
-    with disk.atomic(folder) as partial:
-        write(partial)
-        if identity is not None:
-            manifest.begin(partial, identity)
-            manifest.finish(partial, files=(CONFIG, WEIGHTS), parameters=parameters)
-    size = disk.size(folder / WEIGHTS) / 2**20
-    print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
 
 
 def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int], Int32[np.ndarray, " dv"]]:
@@ -231,8 +221,8 @@ def _write_target(config: RunConfig, asked: argparse.Namespace) -> None:
 
 
 def _push(config: RunConfig, asked: argparse.Namespace) -> None:
-    if config.draft.kind == "mtp":
-        expected = "a head of its own: an MTP layer is a part of its target's checkpoint"
+    if in_target(config.draft.kind):
+        expected = "a head of its own, not a part of its target's checkpoint"
         raise ValueError(f"--push-to-hub: got draft.kind {config.draft.kind!r}, expected {expected}")
     print(publish.push(config, asked.push_to_hub, upload=asked.upload))
 

@@ -21,11 +21,9 @@ from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure.compare import timed
 from eagle3_jax.export import vllm_process
-from eagle3_jax.formats import compatibility, draft_models, files, heads, token_maps
-from eagle3_jax.formats.blocks.compatibility import CPU
-from eagle3_jax.formats.blocks.stored import StoredBlockHead, is_block_head
+from eagle3_jax.formats import draft_models, files, kinds
+from eagle3_jax.formats.blocks.compatibility import CPU, ENGINES
 from eagle3_jax.formats.packaged import chosen_draft
-from eagle3_jax.formats.serving import serving
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.runs import command, disk, machine
 
@@ -116,7 +114,7 @@ def run(
             "tokens": hashlib.sha256(json.dumps(request["prompts"]).encode()).hexdigest(),
         },
         **{key: request[key] for key in ("num_speculative_tokens", "max_tokens", "batch_size", "dtype")},
-        "token_map": None if token_map is None else disk.digest(token_maps.locate(token_map)),
+        "token_map": None if token_map is None else kinds.token_map_digest(token_map),
         "target": target.identity,
     }
     earlier = None if expect is None else _earlier(expect, asked_for)
@@ -153,10 +151,11 @@ def _request(
 ) -> dict[str, Any]:
     """Builds the request for every engine, in the form of `vllm_process`. Raises ValueError: no usable prompts."""
     settings = config.evaluate
-    flags, head = serving(draft), heads.read(draft) if is_block_head(draft) else None
-    steps = flags.drafts or (settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3)
+    kind = kinds.of_folder(draft)
+    block = kind.block(draft)
+    steps = block or (settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3)
     # vLLM does not draft where the drafts would not fit; a block's rows lie behind the drafts that are verified.
-    length = settings.max_tokens + (steps + 1 if flags.drafts is None else 2 * (steps + 1))
+    length = settings.max_tokens + (steps + 1 if block is None else 2 * (steps + 1))
     room = target.model.config.max_position_embeddings - length
     asked = sources.spread(sources.read_file(prompts_path)[0], None)
     fitting, _ = sources.encode(asked, target.tokenizer, room, f"--prompts {prompts_path}")
@@ -164,10 +163,10 @@ def _request(
     return {
         "target": str(disk.local(target.folder)),
         "draft": str(draft),
-        "method": flags.method,
-        "algorithm": flags.algorithm,
+        "method": kind.method,
+        "algorithm": kind.algorithm,
         "num_speculative_tokens": steps,
-        "refused_on_cpu": compatibility.cannot_run(CPU, head) if isinstance(head, StoredBlockHead) else [],
+        "refused_on_cpu": [] if block is None else ENGINES.cannot_run(CPU, kind.read(draft), "vllm"),
         "prompts": prompts,
         "max_tokens": settings.max_tokens,
         "ignore_eos": True,

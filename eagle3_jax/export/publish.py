@@ -15,9 +15,9 @@ import huggingface_hub
 from huggingface_hub.errors import HTTPError
 
 from eagle3_jax.config import CardConfig, RunConfig
-from eagle3_jax.formats import compatibility, files, heads
-from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS
-from eagle3_jax.formats.serving import Serving, serving
+from eagle3_jax.formats import files, kinds
+from eagle3_jax.formats.forms import EAGLE3_JAX
+from eagle3_jax.formats.kind import DraftKind
 from eagle3_jax.models.checkpoint.fetch import split_revision
 from eagle3_jax.runs import disk, manifest
 
@@ -64,7 +64,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         added.append(huggingface_hub.CommitOperationAdd(CARD, text.encode()))
         try:
             hub.create_repo(repository, exist_ok=True)
-            message = f"{serving(folder).label} head, step {exported['identity']['step']}"
+            message = f"{kinds.of_folder(folder).label} head, step {exported['identity']['step']}"
             hub.create_commit(repository, added, commit_message=message)
         except HTTPError as error:  # the hub's httpx raises no OSError when nobody answers
             raise OSError(f"{repository}: not uploaded: {error}") from error
@@ -96,24 +96,25 @@ def card(
     """
     name, stages = report["target"]["name"], report["stages"]
     on_hub = "/" in name and not disk.is_remote(name) and not pathlib.Path(name).exists()
-    base, flags, form = split_revision(name)[0] if on_hub else None, serving(folder), FORMS[_form(exported)]
+    base, form, kind = split_revision(name)[0] if on_hub else None, _form(exported), kinds.of_folder(folder)
+    block = kind.block(folder)
     data = huggingface_hub.ModelCardData(
         base_model=base,
         library_name="eagle3_jax",
         license=about.license,
-        tags=[flags.label.lower().replace("-", ""), "speculative-decoding", "draft-model"],
+        tags=[kind.label.lower().replace("-", ""), "speculative-decoding", "draft-model"],
     )
     trees = [way["tree"] for way in _of_heads(report).values() if isinstance(way["tree"], dict)]
-    steps = flags.drafts or max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # chains
-    settings = (*_TRAINING, *(_EAGLE if flags.drafts is None else _BLOCK))
+    steps = block or max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # chains
+    settings = (*_TRAINING, *(_EAGLE if block is None else _BLOCK))
     values = {
         "about": about,
         "answered": _results(stages, "regenerate")["train"],
         "block_size": files.read_config(folder).get("block_size"),
-        "commands": _commands(flags, steps, base or "TARGET", repository, form.name),
-        "engines": "" if form is EAGLE3_JAX else compatibility.served_by(form, heads.read(folder)),
+        "commands": _commands(kind, block, steps, base or "TARGET", repository, form),
+        "engines": "" if form == EAGLE3_JAX.name else kind.served_by(kind.read(folder), form),
         "exported": exported,
-        "label": flags.label,
+        "label": kind.label,
         "prepared": _results(stages, "prepare"),
         "provenance": _results(stages, "extract")["train"]["provenance"],
         "prompts": _prompts(report["prompts_file"], prepared["files"]["held_out.jsonl"]),
@@ -130,16 +131,16 @@ def _form(exported: dict[str, Any]) -> str:
     return identity.get("converted_to") or identity["export"]["format"]
 
 
-def _commands(flags: Serving, steps: int, target: str, repository: str, form: str) -> list[str]:
+def _commands(kind: DraftKind, block: int | None, steps: int, target: str, repository: str, form: str) -> list[str]:
     """Lists the commands that serve the head with chains of `steps` drafts; only SGLang's form is for SGLang."""
     if form == EAGLE3_JAX.name:
         return [f"python -m eagle3_jax.serve --target {target} --draft {repository}"]
-    speculative = json.dumps({"method": flags.method, "model": repository, "num_speculative_tokens": steps})
+    speculative = json.dumps({"method": kind.method, "model": repository, "num_speculative_tokens": steps})
     commands = [f"vllm serve {target} --speculative-config '{speculative}'"]
     if form == "sglang":
-        depth = f"--speculative-num-steps {steps} --speculative-eagle-topk 1 " if flags.drafts is None else ""
+        depth = f"--speculative-num-steps {steps} --speculative-eagle-topk 1 " if block is None else ""
         commands.append(
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {flags.algorithm} "
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {kind.algorithm} "
             f"--speculative-draft-model-path {repository} {depth}--speculative-num-draft-tokens {steps + 1}"
         )
     return commands

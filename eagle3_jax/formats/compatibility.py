@@ -1,242 +1,71 @@
-"""The tables of compatibility: each kind of head and of target, and the first version of each engine that runs it.
+"""`Engines`, a table of compatibility: which engine runs which heads of a kind, and from which version on.
 
 `export` refuses by these tables alone a head that the form's own engine cannot run, and names by them the engines that
-serve the written one. docs/serve-in-sglang-and-vllm.md repeats `SINCE`.
+serve the written one. The tables are those of `eagle3` and `blocks.compatibility`; pages of docs/ repeat them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from eagle3_jax.formats.blocks import compatibility as blocks
-from eagle3_jax.formats.blocks.stored import StoredBlockHead
-from eagle3_jax.formats.fields import Form
-from eagle3_jax.formats.forms import EAGLE3_JAX
-from eagle3_jax.formats.stored import StoredHead
-from eagle3_jax.models.families.vision import TEXT_OF
-from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
-from eagle3_jax.models.rope import THETA
+from eagle3_jax.formats.kind import StoredHead
 
-# Each engine, and the newest version whose code was read.
-ENGINES = {
-    "SGLang": "0.5.23",
-    "vLLM": "0.33.0",
-    "EAGLE": "cb7e084 (2026-02)",
-    "sglang-jax": "cddbf6f (2026-08)",
-    "tpu-inference": "b8692ff (2026-08)",
-}
 SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
 _NO = (SILENT, FAILS, UNKNOWN)
-# Property of a head -> for each engine the first version known to run it, or the engine's behaviour instead. Read from
-# - SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23: models/llama_eagle3.py, llama.py, eagle_worker.py,
-#   layers/rotary_embedding (YaRN's factor is called `attn_factor` there);
-# - vLLM's wheels 0.21.0, 0.22.0 and 0.32.0 (0.33.0 is the same): models/llama_eagle3.py, llama.py, gpu_model_runner.py;
-#   0.24.0 and 0.25.0: configs/speculators/algos.py. 0.21.0 has neither norm, and exactly three aux layers. Up to 0.24.0
-#   the form of speculators passes neither flag on;
-# - EAGLE's model/cnets.py, which loads with strict=False;
-# - sglang-jax's models/llama_eagle3.py, which maps tensors by a fixed list, and model_runner.py, which reads aux layers
-#   from the target's config;
-# - tpu-inference's models/jax/llama_eagle3.py, llama3.py and weight_utils.py: an unmapped tensor other than `t2d` is an
-#   error, an unknown key is not.
-SINCE = {
-    # head: SGLang, vLLM, EAGLE, sglang-jax, tpu-inference
-    "EAGLE-3": ("0.4.5", "0.21.0", "cb7e084", "cddbf6f", "b8692ff"),
-    "other aux layers": ("0.4.9", "0.21.0", SILENT, SILENT, SILENT),
-    "other aux layers of DeepSeek, the first not 2": (SILENT, "0.21.0", SILENT, SILENT, SILENT),
-    "aux layers, not three": ("0.5.12", "0.22.0", FAILS, FAILS, FAILS),
-    "aux layer 0 or n": (FAILS, "0.21.0", SILENT, SILENT, SILENT),
-    "`fc_norm`": ("0.5.12", "0.22.0", SILENT, SILENT, FAILS),
-    "`norm_output`": ("0.5.12", "0.22.0", SILENT, SILENT, SILENT),
-    "either in the form `speculators`": (FAILS, "0.25.0", FAILS, FAILS, UNKNOWN),
-    "`norm_before_residual`": (SILENT, "0.21.0", SILENT, SILENT, "b8692ff"),
-    "`norm_before_fc`": ("0.5.23", "0.21.0", SILENT, SILENT, FAILS),
-    "RoPE `llama3`": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff"),
-    "RoPE `linear`": ("0.4.5", "0.21.0", "cb7e084", FAILS, UNKNOWN),
-    "RoPE `linear`, `rope_theta` not 10000": ("0.4.5", "0.21.0", SILENT, FAILS, UNKNOWN),
-    "RoPE `yarn`": ("0.4.9", "0.21.0", FAILS, UNKNOWN, UNKNOWN),
-    "RoPE `yarn`, `truncate` false": ("0.5.12", "0.21.0", FAILS, UNKNOWN, UNKNOWN),
-    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", FAILS, UNKNOWN, UNKNOWN),
-    "`head_dim` of its own": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff"),
-    "not as wide as the target": ("0.4.5", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN),
-    "whole vocabulary": ("0.4.9", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN),
-    "the target's LM head": ("0.5.2", "0.21.0", SILENT, "cddbf6f", UNKNOWN),
-    "rows of the target's LM head": (SILENT, UNKNOWN, SILENT, SILENT, UNKNOWN),
-}
-# Property of a target, whose hidden states an engine must capture -> the same. Read from the target's own class in the
-# same versions (vLLM: 0.21.0, 0.22.0 and 0.32.0; 0.33.0 is the same).
-# - SGLang: gemma3_causal.py of 0.5.23 captures the output of a layer's last part without the residual (0.5.12 did
-#   not); mimo.py cannot capture.
-# - vLLM: gemma3.py and gemma3_mm.py lack SupportsEagle3; the forward of mimo.py returns no aux states; deepseek_v2.py
-#   adds a residual that block 0 lacks, and in 0.22.0 captures nothing after the last block.
-# - EAGLE captures in its own Llama and Qwen 3 alone, sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py.
-#   Models that tpu-inference leaves to vLLM's classes were not tried.
-BY_TARGET = {
-    "aux layer 0 of DeepSeek": (FAILS, FAILS, SILENT, SILENT, SILENT),
-    "aux layer n of DeepSeek": (FAILS, "0.32.0", SILENT, SILENT, SILENT),
-    "Qwen2ForCausalLM": ("0.5.2", "0.21.0", FAILS, FAILS, UNKNOWN),
-    "Qwen3ForCausalLM": ("0.4.9", "0.21.0", "cb7e084", "cddbf6f", UNKNOWN),
-    "Qwen3MoeForCausalLM": ("0.4.9", "0.21.0", FAILS, FAILS, UNKNOWN),
-    "Gemma3ForCausalLM": (SILENT, FAILS, FAILS, FAILS, FAILS),
-    "Llama4ForCausalLM": ("0.4.9", "0.21.0", FAILS, FAILS, UNKNOWN),
-    "GptOssForCausalLM": ("0.5.2", "0.21.0", FAILS, FAILS, UNKNOWN),
-    "DeepseekV3ForCausalLM": ("0.5.11", "0.21.0", FAILS, FAILS, UNKNOWN),
-    "MiMoForCausalLM": (FAILS, FAILS, FAILS, FAILS, FAILS),
-}
-_ROWS = SINCE | BY_TARGET
-
-
-def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
-    """Yields the rows of the tables that apply to a head in this form, each with its reason: field, got, expected.
-
-    The reason is "" where the row is not due to the head.
-    """
-    c, last = head.config, head.target_layers or "n"
-    architectures: list[str] = [TEXT_OF.get(x, x) for x in map(str, (head.verifier or {}).get("architectures") or ())]
-    deepseek = any(name.startswith("Deepseek") for name in architectures)
-    yield "EAGLE-3", ""
-    for name in architectures:
-        if name in BY_TARGET:
-            yield name, ""
-    if c.aux_layers is not None:
-        plain = f"target.aux_layers: got {c.aux_layers}, expected the default (2, n // 2, n - 3)"
-        yield "other aux layers", plain
-        if c.aux_layers[0] != 2 and deepseek:
-            # SGLang counts the layers of these targets from 1 only if the first id is 1 (sglang#25454).
-            yield "other aux layers of DeepSeek, the first not 2", plain
-    if c.num_aux_layers != 3:
-        yield "aux layers, not three", f"target.aux_layers: got {c.num_aux_layers} layers, expected 3"
-    if {0, last} & set(c.aux_layers or ()) and not deepseek:
-        # SGLang captures `hidden_states + residual` at the entry of a block: block 0 has no residual yet, and the last
-        # block is followed by no entry.
-        limits = f"1 to {last - 1 if isinstance(last, int) else 'n - 1'}"
-        neither = f"SGLang captures neither 0 (the embeddings) nor {last} (the last block)"
-        yield "aux layer 0 or n", f"target.aux_layers: got {c.aux_layers}, expected boundaries {limits}: {neither}"
-    if deepseek and 0 in (c.aux_layers or ()):
-        first = "neither SGLang nor vLLM captures 0 (the embeddings) of DeepSeek"
-        yield "aux layer 0 of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries from 1: {first}"
-    if deepseek and last in (c.aux_layers or ()):
-        yield "aux layer n of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries below {last}"
-    for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
-        if getattr(c, flag):
-            yield f"`{flag}`", f"{flag}: got True, expected False"
-    if form.name == "speculators" and (c.fc_norm or c.norm_output):
-        yield (
-            "either in the form `speculators`",
-            f"fc_norm, norm_output: got {c.fc_norm}, {c.norm_output}, expected False",
-        )
-    if isinstance(c.rope_scaling, RopeScaling):
-        yield "RoPE `llama3`", "rope_scaling: got 'llama3', expected none"
-    if isinstance(c.rope_scaling, LinearScaling):
-        yield "RoPE `linear`", "rope_scaling: got 'linear', expected none"
-        if c.rope_theta != THETA:
-            yield (
-                "RoPE `linear`, `rope_theta` not 10000",
-                f"rope_theta: got {c.rope_theta}, expected {THETA} where it is scaled",
-            )
-    if isinstance(c.rope_scaling, YarnScaling):
-        yield "RoPE `yarn`", "rope_scaling: got 'yarn', expected none"
-        if not c.rope_scaling.truncate:
-            yield "RoPE `yarn`, `truncate` false", "rope_scaling.truncate: got False, expected True"
-        if c.rope_scaling.attention_factor is not None:
-            got = c.rope_scaling.attention_factor
-            yield "RoPE `yarn`, `attention_factor`", f"rope_scaling.attention_factor: got {got}, expected none"
-    if c.head_dim * c.num_attention_heads != c.hidden_size:
-        plain = f"hidden_size / num_attention_heads = {c.hidden_size} / {c.num_attention_heads}"
-        yield "`head_dim` of its own", f"head_dim: got {c.head_dim}, expected {plain}"
-    if c.hidden_size != c.target_hidden_size:
-        yield "not as wide as the target", f"hidden_size: got {c.hidden_size}, expected {c.target_hidden_size}"
-    whole = c.draft_vocab_size == c.vocab_size
-    if whole:
-        yield "whole vocabulary", f"draft_vocab_size: got {c.draft_vocab_size}, expected less than vocab_size"
-    if head.tied:
-        yield "the target's LM head", "lm_head.weight: missing, expected the head's own"
-    if head.tied and not whole:
-        way = "load the head with its target, and save it"
-        yield "rows of the target's LM head", f"lm_head.weight: missing, expected {c.draft_vocab_size} rows ({way})"
-
-
-def refusals(form: Form, head: StoredHead) -> list[str]:
-    """Lists the properties that the form's own engine cannot run, each as field, got, expected, engine and version.
-
-    A target that the engine cannot draft for is no refusal: the head still drafts in this package.
-    """
-    if form is EAGLE3_JAX:
-        return []
-    table = _applied(form, head)
-    if not table.readers:
-        return [f"head: got a block head, expected an EAGLE-3 head; {form.engines[0]} has no block heads"]
-    return table.reasons(table.readers[0])
-
-
-def cannot_run(engine: str, head: StoredBlockHead) -> list[str]:
-    """Lists the properties of a block head that an engine cannot run, as `refusals` does."""
-    return _Applied(blocks.ENGINES, blocks.SINCE, (engine,), dict(blocks.used(head, "vllm"))).reasons(engine)
-
-
-def served_by(form: Form, head: StoredHead) -> str:
-    """Names the engines that run this head as trained, with their first version, then those that read the form only."""
-    if form is EAGLE3_JAX:
-        return f"served by {form.name}"
-    table = _applied(form, head)
-    able, others = [], []
-    for engine in filter(table.readers.__contains__, table.engines):
-        cells = table.cells(engine)
-        lacking = [f"{name} {cell}" for name, cell in cells.items() if cell in _NO]
-        if lacking:
-            others.append(f"not by {engine} (to {table.engines[engine]}): {', '.join(lacking)}")
-        else:
-            able.append(f"{engine} {max(cells.values(), key=_order)}")
-    return "; ".join([f"served by {', '.join(able)} and later" if able else "served by no engine", *others])
-
-
-def table() -> list[str]:
-    """Lines of the Markdown table in docs/serve-in-sglang-and-vllm.md."""
-    return _lines("head", ENGINES, SINCE)
-
-
-def block_table() -> list[str]:
-    """Lines of the Markdown table in docs/export-block-heads.md."""
-    return _lines("block head", blocks.ENGINES, blocks.SINCE)
+Rows = Mapping[str, tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Applied:
-    """The rows that apply to a head in a form.
+class Engines:
+    """The engines that run a kind of head.
 
     Attributes:
-        engines: name -> newest version read, the columns of `rows`. readers: the form's engines, the first decides.
-        used: row -> reason.
+        versions: each engine, and the newest version whose code was read.
+        since: property of a head -> for each engine the first version known to run it, or the engine's behaviour
+            instead.
+        readers: form -> the engines that read it; the first one decides which heads the form can hold.
+        used: (a head, a form) -> the rows that apply to it, each with its reason: field, got, expected. The reason is
+            "" where the row is not due to the head.
+        by_target: property of a target, whose hidden states an engine must capture -> as `since`.
     """
 
-    engines: dict[str, str]
-    rows: Mapping[str, tuple[str, ...]]
-    readers: tuple[str, ...]
-    used: dict[str, str]
+    versions: Mapping[str, str]
+    since: Rows
+    readers: Mapping[str, Sequence[str]]
+    used: Callable[[StoredHead, str], Iterator[tuple[str, str]]]
+    by_target: Rows = dataclasses.field(default_factory=dict)
 
-    def cells(self, engine: str) -> dict[str, str]:
-        column = list(self.engines).index(engine)
-        return {name: self.rows[name][column] for name in self.used}
-
-    def reasons(self, engine: str) -> list[str]:
-        cells = self.cells(engine).items()
+    def cannot_run(self, engine: str, head: StoredHead, form: str) -> list[str]:
+        """Lists the properties of a head in a form that an engine cannot run."""
+        reasons = dict(self.used(head, form))
         return [
-            f"{self.used[name]}; {engine} (to {self.engines[engine]}): {cell}"
-            for name, cell in cells
-            if self.used[name] and cell in _NO
+            f"{reasons[name]}; {engine} (to {self.versions[engine]}): {cell}"
+            for name, cell in self._cells(engine, reasons).items()
+            if reasons[name] and cell in _NO
         ]
 
+    def served_by(self, head: StoredHead, form: str) -> str:
+        """See `DraftKind`."""
+        able, others = [], []
+        for engine in filter(self.readers[form].__contains__, self.versions):
+            cells = self._cells(engine, dict(self.used(head, form)))
+            lacking = [f"{name} {cell}" for name, cell in cells.items() if cell in _NO]
+            if lacking:
+                others.append(f"not by {engine} (to {self.versions[engine]}): {', '.join(lacking)}")
+            else:
+                able.append(f"{engine} {max(cells.values(), key=_order)}")
+        return "; ".join([f"served by {', '.join(able)} and later" if able else "served by no engine", *others])
 
-def _applied(form: Form, head: StoredHead) -> _Applied:
-    if isinstance(head, StoredBlockHead):
-        readers = blocks.READERS.get(form.name, ())
-        return _Applied(blocks.ENGINES, blocks.SINCE, readers, dict(blocks.used(head, form.name)))
-    return _Applied(ENGINES, _ROWS, form.engines, dict(used(head, form)))
+    def lines(self, title: str) -> list[str]:
+        """Makes the lines of a Markdown table of `since`, whose first column has this title."""
+        rows = [(title, *self.versions), ("---",) * (len(self.versions) + 1)]
+        rows += [(name, *cells) for name, cells in self.since.items()]
+        return ["| " + " | ".join(row) + " |" for row in rows]
 
-
-def _lines(title: str, engines: dict[str, str], since: Mapping[str, tuple[str, ...]]) -> list[str]:
-    rows = [(title, *engines), ("---",) * (len(engines) + 1), *((name, *cells) for name, cells in since.items())]
-    return ["| " + " | ".join(row) + " |" for row in rows]
+    def _cells(self, engine: str, used: Mapping[str, str]) -> dict[str, str]:
+        column, rows = list(self.versions).index(engine), {**self.since, **self.by_target}
+        return {name: rows[name][column] for name in used}
 
 
 def _order(version: str) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from eagle3_jax.formats import fields, files
-from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.formats.files import DraftFormatError
+from eagle3_jax.formats.kind import DraftKind, Path
 from eagle3_jax.formats.tensors import canonical
 from eagle3_jax.models.checkpoint.fetch import (
     Target,
@@ -68,21 +69,33 @@ def is_model(folder: pathlib.Path) -> bool:
     return "model.norm.weight" in names and "fc.weight" not in map(canonical, names)
 
 
-def load(folder: pathlib.Path, target: Target, dtype: Any) -> Draft:
-    """Loads a model as the draft; its vocabulary must be the target's.
+class _SmallerModel(DraftKind):
+    def load(self, folder: pathlib.Path | None, target: Target, dtype: Any, token_map: Path | None = None) -> Draft:
+        """See `DraftKind`; its vocabulary and tokenizer must be the target's. Raises also as `load_target` does."""
+        assert folder is not None
+        shape = read_config(folder)
+        size = target.model.config.vocab_size
+        pairs = (
+            ("vocab_size", shape.vocab_size, size),
+            ("tokenizer", tokenizer_digest(load_tokenizer(folder)), target.identity["tokenizer"]),
+        )
+        problems = [
+            f"{field}: got {got}, expected {expected}, the target's"
+            for field, got, expected in pairs
+            if got != expected
+        ]
+        if problems:
+            raise DraftFormatError(f"{folder} cannot draft for this target:\n  " + "\n  ".join(problems))
+        return Draft(DraftModel(load_model(folder, shape, jnp.dtype(dtype))), jnp.arange(size, dtype=jnp.int32))
 
-    Raises:
-        DraftFormatError: another vocabulary or tokenizer. TargetError, WeightsError: see `load_target`.
-    """
-    shape = read_config(folder)
-    size = target.model.config.vocab_size
-    pairs = (
-        ("vocab_size", shape.vocab_size, size),
-        ("tokenizer", tokenizer_digest(load_tokenizer(folder)), target.identity["tokenizer"]),
-    )
-    problems = [
-        f"{field}: got {got}, expected {expected}, the target's" for field, got, expected in pairs if got != expected
-    ]
-    if problems:
-        raise DraftFormatError(f"{folder} cannot draft for this target:\n  " + "\n  ".join(problems))
-    return Draft(DraftModel(load_model(folder, shape, jnp.dtype(dtype))), jnp.arange(size, dtype=jnp.int32))
+
+MODEL = _SmallerModel(
+    name="model",
+    label="a smaller model",
+    network=DraftModel,
+    method="draft_model",
+    algorithm="STANDALONE",
+    is_mine=lambda folder, values: is_model(folder),
+    needs_weights=True,
+    any_target=True,
+)

@@ -1,16 +1,15 @@
 """The draft vocabulary on disk: `d2t`, int64 offsets (target id - draft id), and `t2d`, bool over target ids.
 
 Both stay numpy arrays, since JAX would cast them to int32. A head over the whole vocabulary has neither: vLLM refuses
-its `d2t` (models/llama_eagle3.py, 0.32.0).
+its `d2t` (models/llama_eagle3.py, 0.32.0). `config` is a head's.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Int64
-
-from eagle3_jax.models.drafts.dflash import BlockHeadConfig
-from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
 
 def write(ids: Int64[np.ndarray, " dv"], vocab_size: int) -> dict[str, np.ndarray]:
@@ -22,13 +21,13 @@ def write(ids: Int64[np.ndarray, " dv"], vocab_size: int) -> dict[str, np.ndarra
     return {"d2t": ids - np.arange(len(ids), dtype=np.int64), "t2d": t2d}
 
 
-def read(d2t: np.ndarray | None, config: DraftHeadConfig | BlockHeadConfig) -> Int64[np.ndarray, " dv"]:
+def read(d2t: np.ndarray | None, config: Any) -> Int64[np.ndarray, " dv"]:
     """Returns the target ids of the draft tokens; without `d2t` the draft ids themselves."""
     ids = np.arange(config.draft_vocab_size, dtype=np.int64)
     return ids if d2t is None else ids + d2t
 
 
-def problems(ids: np.ndarray, config: DraftHeadConfig | BlockHeadConfig) -> list[str]:
+def problems(ids: np.ndarray, config: Any) -> list[str]:
     """Lists why these target ids cannot be a draft vocabulary; empty when they can."""
     if ids.shape != (config.draft_vocab_size,):
         return [f"token ids: got shape {list(ids.shape)}, expected {[config.draft_vocab_size]}"]
@@ -38,7 +37,7 @@ def problems(ids: np.ndarray, config: DraftHeadConfig | BlockHeadConfig) -> list
     return []
 
 
-def mapping_problems(d2t: np.ndarray, t2d: np.ndarray | None, config: DraftHeadConfig | BlockHeadConfig) -> list[str]:
+def mapping_problems(d2t: np.ndarray, t2d: np.ndarray | None, config: Any) -> list[str]:
     """Lists why the offsets are not a draft vocabulary, or not that of `t2d`; empty when they are."""
     if t2d is not None and len(d2t) > 1 and np.array_equal(np.flatnonzero(t2d), d2t):
         return ["d2t: got absolute target ids, expected offsets (target id - draft id)"]

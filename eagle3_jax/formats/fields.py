@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
-from eagle3_jax.formats.stored import StoredHead
+from eagle3_jax.formats.kind import StoredHead
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.rope import is_positive, read_rope, write_rope
 

@@ -10,7 +10,6 @@ from typing import Any
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.formats.tensors import Tensors, canonical
 from eagle3_jax.models.checkpoint.load import INDEX, WeightsError, read_index, save_tensors
 from eagle3_jax.runs import disk
@@ -21,6 +20,10 @@ _CONVERT = (
     'python -c \'import torch, safetensors.torch as s; loaded = torch.load("pytorch_model.bin", weights_only=True); '
     f's.save_file({{k: v.contiguous() for k, v in loaded.items()}}, "{WEIGHTS}")\''
 )
+
+
+class DraftFormatError(ValueError):
+    """A draft checkpoint that cannot be used, or a draft that cannot be saved; the message lists every problem."""
 
 
 def write(folder: pathlib.Path, values: dict[str, Any], tensors: Tensors) -> None:

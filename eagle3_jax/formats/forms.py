@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle3_jax.formats import fields
 from eagle3_jax.formats.fields import AUX_LAYERS, FIXED, LLAMA, REQUIRED, Form, read_layers
-from eagle3_jax.formats.stored import StoredHead
+from eagle3_jax.formats.kind import StoredHead
 from eagle3_jax.formats.tensors import LAYER
 from eagle3_jax.models.layers import LinearScaling
 

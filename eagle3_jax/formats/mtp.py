@@ -11,15 +11,16 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from eagle3_jax.formats import fields, files
-from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.formats.files import DraftFormatError
+from eagle3_jax.formats.kind import DraftKind, Path, StoredHead
+from eagle3_jax.formats.stored import filled
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target, read_config
@@ -34,7 +35,6 @@ from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.runs import disk
 
-MTP: Final = "mtp"
 # Family -> its head, and the function that maps each parameter path of the head to tensors of the checkpoint.
 _LAYERS: dict[type[ModelConfig], tuple[type[MtpHead], Callable[[Any], dict[str, Entry]]]] = {
     MimoConfig: (mimo_mtp.MimoMtp, mimo_mtp.table),
@@ -60,77 +60,17 @@ def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
     return shapes_of(lambda rngs: head(shape, dtype=dtype, rngs=rngs))
 
 
-def load(target: Target, dtype: Any, folder: disk.Path | None = None) -> Draft:
-    """Loads the first MTP layer, with the target's embeddings and LM head.
-
-    Args:
-        folder: of a layer by itself, see `write`; None is the target's own.
-
-    Raises:
-        ValueError: the target's family has none. WeightsError: missing or wrongly shaped tensors.
-        DraftFormatError: the layer of another architecture.
-    """
-    shape, rows = target.model.config, dense(target.model.output_rows)
-    head = abstract(shape, dtype)
-    assert isinstance(rows, jax.Array), "the target is loaded, and not packed yet"
-    source = shape if folder is None else _shape_of(folder, shape)
-    layer = _read(folder or target.folder, source, _without_rows(head))
-    layer = jax.tree.map(jnp.asarray, layer)
-    layer.lm_head = nnx.Param(rows.astype(dtype))
-    return Draft(layer, jnp.arange(shape.vocab_size, dtype=jnp.int32))
+def _table(shape: ModelConfig) -> dict[str, Entry]:
+    return _LAYERS[type(shape)][1](shape)
 
 
-def is_layer(folder: pathlib.Path) -> bool:
-    """Tells whether a folder that is no whole model holds an MTP layer, by the target's name in its config.json."""
-    if not (folder / files.CONFIG).exists():
-        return False
-    values = files.read_config(folder)
-    known = {shape.architecture for shape in _LAYERS}
-    return fields.architecture(values) in known and "draft_vocab_size" not in values
-
-
-def write(folder: pathlib.Path, head: MtpHead, target: ModelConfig, dtype: str, form: str) -> None:
-    """Writes a layer to `folder`, unquantised, reads it back and compares every bit.
-
-    Args:
-        head: with or without `lm_head`, which is not written.
-        dtype: dtype of the weights, "float32" or "bfloat16"; biases of a router are float32.
-        form: the engine that reads it, "sglang" or "vllm".
-
-    Raises:
-        DraftFormatError: the engine could not run it, or it does not read back the same.
-    """
-    able = [name for name in _FORMS if (type(target), name) not in _REFUSED]
-    if form not in able:
-        why = _REFUSED.get((type(target), form), "the form has no MTP layers")
-        raise DraftFormatError(f"export.format: got {form!r}, expected {' or '.join(map(repr, able))}: {why}")
-    shape = _unquantised(target)
-    like = _without_rows(abstract(target, jnp.dtype(dtype)))
-    cast = jax.tree.map(lambda x, wanted: np.asarray(x).astype(wanted.dtype), _without_rows(head), like)
-    entries, tensors = _LAYERS[type(shape)][1](shape), {}
-    for path, value in jax.tree_util.tree_leaves_with_path(cast):
-        entry = entries[parameter_path(path)]
-        tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, entry.split(value)), strict=True))
-    values = shape.to_hf() | {"num_nextn_predict_layers": 1, "torch_dtype": dtype}
-    files.write(folder, values, tensors)
-    found = jax.tree.leaves(_read(folder, _shape_of(folder, target), like))
-    if not all(a.tobytes() == b.tobytes() for a, b in zip(found, jax.tree.leaves(cast), strict=True)):
-        raise DraftFormatError(f"{folder}: the layer does not read back the same; is the disk full?")
-
-
-def _read(folder: disk.Path, shape: ModelConfig, like: MtpHead) -> MtpHead:
-    """Reads a layer's parameters, numpy arrays in the dtypes of `like`. Raises WeightsError."""
-    table, found = _LAYERS[type(shape)][1](shape), locate(folder)
+def _tensors(folder: disk.Path, shape: ModelConfig) -> dict[str, Any]:
+    """Opens a layer's tensors, which are read when they are indexed. Raises WeightsError."""
+    table, found = _table(shape), locate(folder)
     if problems := misfits(table, found):
         raise WeightsError(f"{folder}: no MTP layer to draft with ('mtp'):\n  " + "\n  ".join(problems))
     tensor = reader(found)
-
-    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        entry = table[parameter_path(path)]
-        value = entry.part((slice(None),) * entry.dimensions, *map(tensor, entry.tensors))  # of slices, read lazily
-        return np.ascontiguousarray(value).astype(leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(read, like)
+    return {name: tensor(name) for entry in table.values() for name in entry.tensors}
 
 
 def _shape_of(folder: disk.Path, target: ModelConfig) -> ModelConfig:
@@ -150,9 +90,61 @@ def _unquantised(shape: ModelConfig) -> ModelConfig:
     return dataclasses.replace(shape, fp8=False) if isinstance(shape, DeepseekV3Config) else shape
 
 
-def _without_rows(head: MtpHead) -> MtpHead:
-    """Copies a head without its LM head."""
-    layer = jax.tree.map(lambda x: x, head)
-    if hasattr(layer, "lm_head"):
-        del layer.lm_head
-    return layer
+def _is_mine(folder: pathlib.Path, values: dict[str, Any]) -> bool:
+    """Tells of a folder that is no whole model by the target's name in its config.json."""
+    known = {shape.architecture for shape in _LAYERS}
+    return fields.architecture(values) in known and "draft_vocab_size" not in values
+
+
+class MtpKind(DraftKind):
+    """See `DraftKind`. A layer has the names of its target's checkpoint, unquantised, without the LM head."""
+
+    def load(self, folder: pathlib.Path | None, target: Target, dtype: Any, token_map: Path | None = None) -> Draft:
+        """See `DraftKind`: the first layer, with the target's embeddings and LM head.
+
+        Raises:
+            ValueError: the target's family has none. WeightsError: missing or wrongly shaped tensors.
+            DraftFormatError: the layer of another architecture.
+        """
+        shape, rows = target.model.config, dense(target.model.output_rows)
+        network, source = head_of(shape), shape if folder is None else _shape_of(folder, shape)
+        tensors = _tensors(folder or target.folder, source)
+        assert isinstance(rows, jax.Array), "the target is loaded, and not packed yet"
+        head = filled(network, shape, jnp.dtype(dtype), _table(source), tensors, rows)
+        return Draft(head, jnp.arange(shape.vocab_size, dtype=jnp.int32))
+
+    def stored(self, draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> StoredHead:
+        """See `DraftKind`; biases of a router stay float32."""
+        shape, tensors = _unquantised(target), {}
+        dtypes = jax.tree_util.tree_leaves_with_path(abstract(target, jnp.dtype(dtype)))
+        wanted = {parameter_path(path): leaf.dtype for path, leaf in dtypes}
+        for path, value in jax.tree_util.tree_leaves_with_path(draft.head):
+            if entry := _table(shape).get(name := parameter_path(path)):  # not the LM head
+                split = entry.split(np.asarray(value).astype(wanted[name]))
+                tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, split), strict=True))
+        return StoredHead(self, shape, tensors, np.asarray(draft.token_ids, np.int64))
+
+    def write(self, folder: pathlib.Path, head: StoredHead, form: str) -> None:
+        """See `DraftKind`; `form` is the engine that reads it, "sglang" or "vllm"."""
+        shape, dtype = head.config, next(iter(head.tensors.values())).dtype
+        able = [name for name in _FORMS if (type(shape), name) not in _REFUSED]
+        if form not in able:
+            why = _REFUSED.get((type(shape), form), "the form has no MTP layers")
+            raise DraftFormatError(f"export.format: got {form!r}, expected {' or '.join(map(repr, able))}: {why}")
+        files.write(folder, shape.to_hf() | {"num_nextn_predict_layers": 1, "torch_dtype": str(dtype)}, head.tensors)
+        tensors, _ = files.read_tensors(folder, str)
+        found = StoredHead(self, _shape_of(folder, shape), tensors, head.token_ids)
+        if not found.same(dataclasses.replace(head, config=found.config)):
+            raise DraftFormatError(f"{folder}: the layer does not read back the same; is the disk full?")
+
+
+MTP = MtpKind(
+    name="mtp",
+    label="MTP",
+    network=MtpHead,
+    method="mtp",
+    algorithm="NEXTN",
+    is_mine=_is_mine,
+    shape=lambda draft, target: abstract(target, jnp.float32, "draft.kind").config,
+    needs_weights=True,
+)

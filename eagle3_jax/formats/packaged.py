@@ -5,9 +5,8 @@ from __future__ import annotations
 import pathlib
 from typing import Any, Final
 
-from eagle3_jax.formats import draft_models, files, heads, token_maps
-from eagle3_jax.formats.mtp import MTP
-from eagle3_jax.formats.stored import misfits
+from eagle3_jax.config.kinds import in_target
+from eagle3_jax.formats import draft_models, files, heads, kinds
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import disk, manifest, processes
@@ -23,7 +22,8 @@ def packaged_head(target: Target) -> pathlib.Path | None:
     for folder in map(draft_models.HEADS.joinpath, draft_models.packaged_heads()):
         trained_with = manifest.read(folder, made_by="export", verify=False)["identity"]["target"]
         if all(trained_with[field] == target.identity[field] for field in _SAME):
-            if not misfits(heads.read(folder).config, target.model.config):
+            head = heads.read(folder)
+            if not head.kind.misfits(head.config, target.model.config):
                 return folder
     return None
 
@@ -55,7 +55,7 @@ def chosen_draft(draft: str | None, export: disk.Path, target: Target) -> tuple[
             return str(export), disk.local(export)
         processes.say(f"{export}: no head there; drafting with this package's head for {target.identity['name']}")
         draft = AUTO
-    if draft in (LOOKUP, MTP):
+    if draft == LOOKUP or in_target(draft):
         return draft, None
     if draft != AUTO:
         return draft, draft_models.resolve(draft)
@@ -73,5 +73,5 @@ def draft_identity(draft: str, folder: pathlib.Path | None, token_map: str | Non
         draft, folder: see `chosen_draft`.
     """
     digests = folder and files.file_digests(folder)
-    mapped = {} if token_map is None else {"token_map": disk.digest(token_maps.locate(token_map))}
+    mapped = {} if token_map is None else {"token_map": kinds.token_map_digest(token_map)}
     return {"folder": draft, "files": digests, **mapped}

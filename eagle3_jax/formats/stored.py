@@ -1,106 +1,218 @@
-"""`StoredHead`, a draft head on disk independent of its form: every form is read into it and written from it."""
+"""`StoredKind`, a kind of head whose folder is a config.json and tensors: read into a `StoredHead`, written from it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int64
+from jaxtyping import Array, Float
 
-from eagle3_jax.formats import draft_vocabulary
-from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, draft_table
+from eagle3_jax.formats import draft_vocabulary, files
+from eagle3_jax.formats.compatibility import Engines
+from eagle3_jax.formats.files import DraftFormatError
+from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS
+from eagle3_jax.formats.kind import AnyTarget, DraftKind, Path, StoredHead
+from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, canonical, head_problems
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import fetch, parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.table import Entry
-from eagle3_jax.models.drafts.dflash import BlockHeadConfig
-from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
-from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.checkpoint.table import Entry, plain
+from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig, default_aux_layers, without_aux_layers
 
 _ROWS = 8192  # rows of embeddings compared at a time: the whole table may fill most of a device
 
 
-class DraftFormatError(ValueError):
-    """A draft checkpoint that cannot be used, or a draft that cannot be saved; the message lists every problem."""
+def _same(x: Any, _: Any) -> Any:
+    return x
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredHead:
-    """A draft head on disk.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredKind(DraftKind):
+    """See `DraftKind`.
 
     Attributes:
-        config: its shape. `aux_layers` is None for the default, which no form writes down.
-        tensors: `draft_table`'s, in the stored dtype. Without `lm_head.weight` the LM head is the target's, at the rows
-            of the draft vocabulary. `embed_tokens.weight` is kept only if the head is not as wide as its target.
-        token_ids: target ids of the draft tokens, ascending.
-        target_layers: number of the target's layers, if known.
-        verifier: the target by name, as in speculators: `name_or_path`, `architectures`.
+        described: (folder, config.json, tensors, problems) -> the fields of `StoredHead` that config.json tells,
+            `config` among them; None, with the reasons appended to `problems`, if that fails.
+        table: config -> the tensors of each parameter path; `lm_head` may be left out.
+        values: (a head, a form) -> config.json.
+        engines: which engines run which heads.
+        canonical: translates a tensor's name in a folder to the one in the table.
+        spelled: (a tensor's name in the table, a form) -> its name there.
+        on_disk: (config, target) -> the config as it is written down.
+        contradictions: lists the fields of a config that contradict each other.
+        drafts: config -> see `block`.
+        shares_lm_head: whether the LM head of the whole vocabulary is the target's, and not stored.
     """
 
-    config: DraftHeadConfig
-    tensors: Tensors
-    token_ids: Int64[np.ndarray, " dv"]
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    target_layers: int | None = None
-    verifier: dict[str, Any] | None = None
+    described: Callable[[pathlib.Path, dict[str, Any], Tensors, list[str]], dict[str, Any] | None]
+    table: Callable[[Any], dict[str, Entry]]
+    values: Callable[[StoredHead, str], dict[str, Any]]
+    engines: Engines
+    canonical: Callable[[str], str] = canonical
+    spelled: Callable[[str, str], str] = _same
+    on_disk: Callable[[Any, ModelConfig], Any] = _same
+    contradictions: Callable[[Any], list[str]] = lambda config: []
+    drafts: Callable[[Any], int] | None = None
+    shares_lm_head: bool = True
 
-    @property
-    def tied(self) -> bool:
-        return LM_HEAD not in self.tensors
+    def misfits(self, config: Any, target: ModelConfig) -> list[str]:
+        """Lists why a head cannot draft for a target, a line for each field; empty when it can."""
+        if not self.own_layers and not target.aux_layers:
+            return [without_aux_layers(target)]
+        aux_layers = config.aux_layers or default_aux_layers(target.num_hidden_layers)
+        pairs = [
+            ("vocab_size", config.vocab_size, target.vocab_size),
+            ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+            ("hidden_size", config.hidden_size, target.hidden_size),  # the head reads the target's embeddings
+        ]
+        pairs += [] if self.own_layers else [("aux layers (boundaries)", aux_layers, target.aux_layers)]
+        problems = [
+            f"{field}: got {got}, expected {wanted}, the target's" for field, got, wanted in pairs if got != wanted
+        ]
+        for shift, hint in ((1, "less, as SGLang counts: layers, by their outputs"), (-1, "more, as if counted twice")):
+            if not self.own_layers and tuple(boundary + shift for boundary in aux_layers) == target.aux_layers:
+                problems[-1] += f"; each is one {hint}"
+        if self.own_layers and aux_layers[-1] > target.num_hidden_layers:
+            expected = f"boundaries up to {target.num_hidden_layers}, the target's last"
+            problems.append(f"aux layers (boundaries): got {aux_layers}, expected {expected}")
+        if config.draft_vocab_size > target.vocab_size:
+            problems.append(f"draft_vocab_size: got {config.draft_vocab_size}, expected at most {target.vocab_size}")
+        return problems
 
-    def same(self, other: StoredHead) -> bool:
-        """Tells whether two heads draft alike: equal shape, token ids and tensors, to the bit."""
-        return (
-            self.config == other.config
-            and np.array_equal(self.token_ids, other.token_ids)
-            and self.tensors.keys() == other.tensors.keys()
-            and all(_same_bits(x, other.tensors[name]) for name, x in self.tensors.items())
+    def read(self, folder: pathlib.Path, target: AnyTarget | None = None) -> StoredHead:
+        """See `DraftKind`."""
+        tensors, problems = files.read_tensors(folder, self.canonical)
+        found = self.described(folder, files.read_config(folder), tensors, problems)
+        if found is not None:
+            config = found["config"]
+            problems += head_problems(tensors, self.table(config), config)
+            shape = target.model.config if isinstance(target, Target) else target
+            if shape is not None:
+                problems += self.misfits(config, shape)
+                depth, expected = found.get("target_layers"), shape.num_hidden_layers
+                if depth not in (None, expected):
+                    problems.append(
+                        f"num_target_layers: got {depth!r}, expected {shape.num_hidden_layers}, the target's"
+                    )
+            if isinstance(target, Target):
+                problems += stale_embeddings(tensors, target)
+                if self._shares(config):
+                    problems += _stale(tensors, LM_HEAD, target.model.output_rows, "the target's LM head")
+        if problems or found is None:
+            raise DraftFormatError(f"{folder} does not hold a usable {self.label} head:\n  " + "\n  ".join(problems))
+        dropped = {"d2t", "t2d"} | ({EMBEDDINGS} if config.target_hidden_size == config.hidden_size else set())
+        held = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+        return StoredHead(self, tensors=held, token_ids=draft_vocabulary.read(tensors.get("d2t"), config), **found)
+
+    def load(self, folder: pathlib.Path | None, target: AnyTarget, dtype: Any, token_map: Path | None = None) -> Draft:
+        """See `DraftKind`."""
+        assert folder is not None
+        return self.draft(self.read(folder, target), target, dtype)
+
+    def draft(self, stored: StoredHead, target: AnyTarget, dtype: Any) -> Draft:
+        """Loads a stored head into memory. Raises DraftFormatError if its LM head is the target's, and not loaded."""
+        config, shape = stored.config, target.model.config if isinstance(target, Target) else target
+        if config.aux_layers is None:
+            config = dataclasses.replace(config, aux_layers=default_aux_layers(shape.num_hidden_layers))
+        if stored.tied or (self._shares(config) and isinstance(target, Target)):
+            rows = _target_rows(stored, target)
+            rows = rows if config.draft_vocab_size == config.vocab_size else rows[stored.token_ids]
+        else:
+            rows = jnp.asarray(stored.tensors[LM_HEAD])
+        head = filled(self.network, config, dtype, self.table(config), stored.tensors, rows)
+        return Draft(head, jnp.asarray(stored.token_ids, jnp.int32))
+
+    def stored(self, draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> StoredHead:
+        """See `DraftKind`."""
+        config = self.on_disk(draft.head.config, target)
+        ids = np.asarray(draft.token_ids).astype(np.int64)
+        problems = self.misfits(config, target) + draft_vocabulary.problems(ids, config) + self.contradictions(config)
+        lm_head = plain(LM_HEAD, config.draft_vocab_size, config.hidden_size)
+        tensors = to_tensors(draft.head, self.table(config) | {"lm_head": lm_head}, dtype, problems)
+        if self._shares(config):
+            tensors.pop(LM_HEAD, None)
+        eos = target.eos_token_ids
+        return StoredHead(
+            self,
+            config,
+            tensors,
+            ids,
+            bos_token_id=target.bos_token_id,
+            eos_token_id=eos[0] if len(eos) == 1 else list(eos) or None,
+            target_layers=target.num_hidden_layers,
+            verifier=verifier(name, target.architecture),
+            problems=tuple(problems),
         )
 
+    def write(self, folder: pathlib.Path, head: StoredHead, form: str) -> None:
+        """See `DraftKind`."""
+        refused = self.refusals(head, form)
+        if refused:
+            able = [other for other in FORMS if not self.refusals(head, other)]
+            refused.append(f"export.format: got {form!r}, expected {' or '.join(able) or 'another head'}")
+        if problems := [*head.problems, *refused]:
+            raise DraftFormatError("this draft cannot be saved:\n  " + "\n  ".join(problems))
+        tensors = {self.spelled(name, form): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()}
+        vocabulary = draft_vocabulary.write(head.token_ids, head.config.vocab_size)
+        files.write(folder, self.values(head, form), tensors | vocabulary)
+        if not self.read(folder).same(head):
+            raise DraftFormatError(f"{folder}: the head does not read back the same; is the disk full?")
 
-def misfits(head: DraftHeadConfig | BlockHeadConfig, target: ModelConfig) -> list[str]:
-    """Lists why a head cannot draft for a target, a line for each field; empty when it can.
+    def refusals(self, head: StoredHead, form: str) -> list[str]:
+        """See `DraftKind`."""
+        if form == EAGLE3_JAX.name:
+            return []
+        if readers := self.engines.readers.get(form):
+            return self.engines.cannot_run(readers[0], head, form)
+        engine = FORMS[form].engines[0]
+        return [f"head: got a {self.label} head, expected an EAGLE-3 head; {engine} has no {self.label} heads"]
 
-    A block head's file names its aux layers, and the target is observed there; so must an EAGLE-3 head's be already.
-    """
-    block = isinstance(head, BlockHeadConfig)
-    if not block and not target.aux_layers:
-        return [without_aux_layers(target)]
-    aux_layers = head.aux_layers or default_aux_layers(target.num_hidden_layers)
-    pairs = [
-        ("vocab_size", head.vocab_size, target.vocab_size),
-        ("target_hidden_size", head.target_hidden_size, target.hidden_size),
-        ("hidden_size", head.hidden_size, target.hidden_size),  # the head reads the target's embeddings
-    ]
-    pairs += [] if block else [("aux layers (boundaries)", aux_layers, target.aux_layers)]
-    problems = [f"{field}: got {got}, expected {wanted}, the target's" for field, got, wanted in pairs if got != wanted]
-    for shift, hint in ((1, "less, as SGLang counts: layers, by their outputs"), (-1, "more, as if counted twice")):
-        if not block and tuple(boundary + shift for boundary in aux_layers) == target.aux_layers:
-            problems[-1] += f"; each is one {hint}"
-    if block and aux_layers[-1] > target.num_hidden_layers:
-        expected = f"boundaries up to {target.num_hidden_layers}, the target's last"
-        problems.append(f"aux layers (boundaries): got {aux_layers}, expected {expected}")
-    if head.draft_vocab_size > target.vocab_size:
-        problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {target.vocab_size}")
-    return problems
+    def served_by(self, head: StoredHead, form: str) -> str:
+        """See `DraftKind`."""
+        return f"served by {form}" if form == EAGLE3_JAX.name else self.engines.served_by(head, form)
+
+    def block(self, folder: pathlib.Path) -> int | None:
+        """See `DraftKind`. Raises DraftFormatError: config.json does not describe such a head."""
+        if self.drafts is None:
+            return None
+        problems: list[str] = []
+        found = self.described(folder, files.read_config(folder), {}, problems)
+        if found is None:
+            raise DraftFormatError(f"{folder} does not describe a {self.label} head:\n  " + "\n  ".join(problems))
+        return self.drafts(found["config"])
+
+    def _shares(self, config: Any) -> bool:
+        return self.shares_lm_head and config.draft_vocab_size == config.vocab_size
+
+
+def filled(
+    network: type[Head], config: Any, dtype: Any, table: Mapping[str, Entry], tensors: Tensors, rows: Array
+) -> Head:
+    """Makes a head of its tensors, on the default device; `rows` are its LM head."""
+
+    def value(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if (name := parameter_path(path)) == "lm_head":
+            return lm_head
+        parameter = table[name].whole(*(tensors[tensor] for tensor in table[name].tensors))
+        return jnp.asarray(np.ascontiguousarray(parameter).astype(leaf.dtype))
+
+    lm_head = rows if rows.dtype == dtype else rows.astype(dtype)
+    head = jax.tree_util.tree_map_with_path(value, shapes_of(lambda rngs: network(config, dtype=dtype, rngs=rngs)))
+    head.lm_head = nnx.Param(lm_head)
+    return head
 
 
 def stale_embeddings(tensors: Tensors, target: Target) -> list[str]:
     """Compares a head's copy of the embeddings with the target's: vLLM drafts with the copy, this package does not."""
     return _stale(tensors, EMBEDDINGS, target.model.embed[...], "the target's embeddings")
-
-
-def stale_lm_head(tensors: Tensors, target: Target) -> list[str]:
-    """Compares a block head's copy of the whole LM head with the target's, as `stale_embeddings` does."""
-    return _stale(tensors, LM_HEAD, target.model.output_rows, "the target's LM head")
 
 
 def _stale(tensors: Tensors, name: str, original: Any, words: str) -> list[str]:
@@ -136,22 +248,6 @@ def verifier(name: str | None, architecture: str) -> dict[str, Any]:
     return {"name_or_path": name, "architectures": [architecture]}
 
 
-def from_draft(draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> tuple[StoredHead, list[str]]:
-    """Converts a head in memory to a stored one, with a list of its problems; `name` is the target's."""
-    config = draft.head.config
-    ids = np.asarray(draft.token_ids).astype(np.int64)
-    problems = misfits(config, target) + draft_vocabulary.problems(ids, config)
-    tensors = to_tensors(draft.head, draft_table(config), dtype, problems)
-    default = config.aux_layers == default_aux_layers(target.num_hidden_layers)
-    stored = StoredHead(
-        config=dataclasses.replace(config, aux_layers=None) if default else config,
-        tensors=tensors,
-        token_ids=ids,
-        **of_target(target, name),
-    )
-    return stored, problems
-
-
 def to_tensors(head: nnx.Module, table: Mapping[str, Entry], dtype: str, problems: list[str]) -> Tensors:
     """Converts a head's parameters to its tensors. Appends to `problems` by parameter."""
     tensors: Tensors = {}
@@ -163,39 +259,7 @@ def to_tensors(head: nnx.Module, table: Mapping[str, Entry], dtype: str, problem
     return tensors
 
 
-def of_target(target: ModelConfig, name: str | None) -> dict[str, Any]:
-    """Returns the fields of `StoredHead` that describe the target; `name` is its name."""
-    eos = target.eos_token_ids
-    return {
-        "bos_token_id": target.bos_token_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
-        "target_layers": target.num_hidden_layers,
-        "verifier": verifier(name, target.architecture),
-    }
-
-
-def to_draft(stored: StoredHead, target: Target | ModelConfig, dtype: Any) -> Draft:
-    """Loads a stored head into memory. Raises DraftFormatError if its LM head is the target's, and not loaded."""
-    architecture = target.model.config if isinstance(target, Target) else target
-    config = stored.config
-    if config.aux_layers is None:
-        config = dataclasses.replace(config, aux_layers=default_aux_layers(architecture.num_hidden_layers))
-    tensors = stored.tensors
-    if stored.tied:
-        tensors = tensors | {LM_HEAD: np.asarray(target_rows(stored, target)[stored.token_ids])}
-    table = draft_table(config)
-
-    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        entry = table[parameter_path(path)]
-        value = entry.whole(*(tensors[name] for name in entry.tensors))
-        return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
-
-    abstract = shapes_of(lambda rngs: DraftHead(config, dtype=dtype, rngs=rngs))
-    head = jax.tree_util.tree_map_with_path(read, abstract)
-    return Draft(head, jnp.asarray(stored.token_ids.astype(np.int32)))
-
-
-def target_rows(stored: StoredHead, target: Target | ModelConfig) -> Float[Array, "v h"]:
+def _target_rows(stored: StoredHead, target: AnyTarget) -> Float[Array, "v h"]:
     """Returns the target's LM head, which a head without its own uses. Raises DraftFormatError if it is not loaded."""
     rows = dense(target.model.output_rows) if isinstance(target, Target) else None
     if not isinstance(rows, jax.Array) or not rows.is_fully_addressable:
@@ -205,7 +269,3 @@ def target_rows(stored: StoredHead, target: Target | ModelConfig) -> Float[Array
             "its LM head on this process"
         )
     return rows
-
-
-def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

@@ -5,7 +5,7 @@ Names are SGLang's and SafeAILab's (`midlayer.*`); projections are [out, in], as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,10 +53,10 @@ def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
     return table
 
 
-def canonical(name: str) -> str:
-    """Translates a tensor's name to the one in the table."""
+def canonical(name: str, spellings: Iterable[tuple[str, str]] = _SPELLINGS) -> str:
+    """Translates a tensor's name to the one in the table, by pairs of prefixes (other, canonical)."""
     name = name.removeprefix("model.")
-    for other, canonical_prefix in _SPELLINGS:
+    for other, canonical_prefix in spellings:
         if name.startswith(other):
             return canonical_prefix + name.removeprefix(other)
     return name

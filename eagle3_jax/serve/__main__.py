@@ -19,14 +19,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig, run_file
+from eagle3_jax.config.kinds import in_target
 from eagle3_jax.decoding import data_parallel, hosts
 from eagle3_jax.decoding.defaults import sampling_defaults
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.pool import EnginePool
-from eagle3_jax.formats.mtp import MTP
+from eagle3_jax.formats import kinds
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, chosen_draft
 from eagle3_jax.mesh import make_mesh, own_replica, row_processes
 from eagle3_jax.models.checkpoint.fetch import keep_programs, load_target
+from eagle3_jax.models.drafts.one_pass import OnePassHead
 from eagle3_jax.runs import command, machine, processes, progress
 from eagle3_jax.runs.command_line import Parser
 from eagle3_jax.serve import alike
@@ -77,10 +79,11 @@ _SHOWN = {
 # SGLang's algorithm -> the draft where none is named; None keeps the configured one. The checkpoint of a named draft
 # tells its kind: a head of EAGLE-2, EAGLE-3, DFlash, DFlash2 or DSpark, or a model.
 _ALGORITHM = "--speculative-algorithm"
-_STANDALONE = "STANDALONE"
-_BLOCKS = ("DFLASH", "DSPARK")  # sized by one flag, the block with its anchor
-_ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, _STANDALONE: None, "NGRAM": LOOKUP}
-_ALGORITHMS |= dict.fromkeys(_BLOCKS)
+_STANDALONE = kinds.named("model").algorithm
+_ALGORITHMS = {kind.algorithm: kind.name if in_target(kind.name) else None for kind in kinds.every()}
+_ALGORITHMS |= {"EAGLE": _ALGORITHMS["NEXTN"], "NGRAM": LOOKUP}
+# Sized by one flag, the block with its anchor.
+_BLOCKS = tuple(dict.fromkeys(kind.algorithm for kind in kinds.every() if issubclass(kind.network, OnePassHead)))
 _WITHOUT_CHECKPOINT = ("NEXTN", "NGRAM")
 # Flags of other servers -> the option that replaces them here.
 _ELSEWHERE = {
@@ -176,7 +179,7 @@ def _drafts_by(algorithm: str, draft: str | None) -> str | None:
             )
         return own or draft
     takes_checkpoint = algorithm not in _WITHOUT_CHECKPOINT
-    if draft != own and not (takes_checkpoint and draft not in (LOOKUP, MTP, "none")):
+    if draft != own and not (takes_checkpoint and draft not in (LOOKUP, "none") and not in_target(draft)):
         expected = "the folder or name of a checkpoint" if takes_checkpoint else f"none: it drafts with {own!r}"
         raise ConfigError(f"{_ALGORITHM} {algorithm}: got the draft {draft}, expected {expected}")
     return draft

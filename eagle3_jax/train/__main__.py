@@ -18,12 +18,12 @@ import numpy as np
 from tqdm import tqdm
 
 from eagle3_jax.config import RunConfig, run_file
+from eagle3_jax.config.kinds import in_target
 from eagle3_jax.data import vocab
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.feed import Feed
 from eagle3_jax.data.loader import PackedRows, Row, batches
 from eagle3_jax.formats import draft_models, files
-from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, put, replicated, shardings
 from eagle3_jax.models import fp8, mesh_advice
@@ -113,9 +113,9 @@ def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
     if run.decode_every is not None:
         identity["served_prompts"] = disk.digest(held_out_prompts(config))
     warm = None
-    if run.warm_start == MTP:
-        warm = kind.warm(MTP, target)
-        identity["warm_start"] = MTP
+    if run.warm_start is not None and in_target(run.warm_start):
+        warm = kind.warm(run.warm_start, target)
+        identity["warm_start"] = run.warm_start
     elif run.warm_start is not None:
         head = draft_models.resolve(run.warm_start, "train.warm_start", "the folder of a head")
         warm = kind.warm(head, target)

@@ -19,8 +19,6 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.ttt_attention.api import document_starts
 from eagle3_jax.models.drafts.dflash import DFlash
-from eagle3_jax.models.drafts.dflash2 import DFlash2
-from eagle3_jax.models.drafts.dspark import DSpark
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.fsdp import on_own_rows
 from eagle3_jax.training.replay import replay
@@ -192,7 +190,7 @@ class _Drafts:
 
 
 def _sums(
-    head: DFlash,
+    head: Any,
     rows: Array,
     teacher: Teacher,
     states: Array,
@@ -202,7 +200,7 @@ def _sums(
     """Sums over n blocks, states [n, drafts, H]; the loss is `weighted` / `divisor`."""
     raw = _logits(states, rows)
     labels, mask = jnp.maximum(drafts.labels, 0), drafts.mask
-    logits = head.adjusted(raw, states, drafts.before) if isinstance(head, DSpark) else raw
+    logits = head.adjusted(raw, states, drafts.before) if head.corrector == "markov" else raw
     hard = _cross_entropy(logits, labels)
     if config.weights == "d-pace":
         weights = d_pace(jnp.exp(-jax.lax.stop_gradient(hard)), mask, config.alpha)
@@ -213,7 +211,7 @@ def _sums(
         return jnp.sum(jnp.where(mask, weights * x, 0.0))
 
     divisor = jnp.sum(mask, dtype=jnp.float32)
-    if isinstance(head, DSpark):
+    if head.corrector == "markov":
         drafted, wanted = jax.nn.softmax(logits), _teacher(drafts, teacher, states.dtype)
         distance = jnp.sum(jnp.abs(drafted - wanted), axis=-1)
         weighted, divisor = weighed(0.1 * hard + 0.9 * distance), jnp.sum(weights)
@@ -223,7 +221,7 @@ def _sums(
             weighted += weighed(jax.nn.softplus(sure) - accepted * sure)
     else:
         weighted = weighed(_soft_cross_entropy(logits, drafts, teacher, states.dtype) if config.soft else hard)
-    if isinstance(head, DFlash2):
+    if head.corrector == "selector":
         best, candidates = head.best_of(jax.lax.stop_gradient(raw))
         order = jnp.argmax(head.candidate_scores(best, candidates, states, drafts.before), axis=-1)
         best_ids = jnp.take_along_axis(candidates, order[..., None], axis=-1)[..., 0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 import huggingface_hub
-import numpy as np
+import jax.numpy as jnp
 import pytest
 import tiny
 import tiny_heads
@@ -23,8 +23,9 @@ from eagle3_jax.config import CardConfig, RunConfig, run_file
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import publish
 from eagle3_jax.formats import files
-from eagle3_jax.formats.blocks.stored import from_head
+from eagle3_jax.formats.blocks.kinds import DFLASH
 from eagle3_jax.models.drafts.dflash import DFlash
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import manifest
 
 pytestmark = pytest.mark.slow
@@ -115,7 +116,8 @@ def test_a_block_head_s_card_says_its_kind_its_block_and_its_flags(config, chain
     shutil.rmtree(folder)
     shape = tiny.llama_config(vocab_size=VOCAB, hidden_size=HIDDEN, aux_layers=(1, 2, 4), num_hidden_layers=6)
     head = make_block_head(DFlash, draft_vocab_size=VOCAB, aux_layers=shape.aux_layers)
-    export._write(from_head(head, np.arange(VOCAB), shape, "float32", None)[0], "sglang", folder, identity)
+    stored = DFLASH.stored(Draft(head, jnp.arange(VOCAB)), shape, "float32", None)
+    export._write(stored, "sglang", folder, identity)
     own = changed(chain, {"files": files.file_digests(folder)}, tree={"num_steps": 2, "topk": 1, "num_draft_tokens": 3})
     assert "ttt_steps" not in card(config, own=own)
     publish.push(config, "me/head", upload=True)

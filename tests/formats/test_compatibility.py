@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tiny_heads import TARGET, make_draft
 
-from eagle3_jax.formats import compatibility
-from eagle3_jax.formats.forms import FORMS
+from eagle3_jax.formats.eagle3 import BY_TARGET, EAGLE3
+from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.heads import save_draft
-from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
+from eagle3_jax.formats.kind import StoredHead
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.layers import YarnScaling
 
@@ -20,7 +20,7 @@ DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/serve-in-sglang-and-vllm.md
 
 def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
     target = dataclasses.replace(TARGET, aux_layers=layers)
-    return from_draft(make_draft(target=target, **changes), target, "float32", None)[0]
+    return EAGLE3.stored(make_draft(target=target, **changes), target, "float32", None)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
     ],
 )
 def test_the_engines_that_run_a_head_are_named(form: str, head: dict[str, Any], said: str) -> None:
-    assert compatibility.served_by(FORMS[form], stored(**head)) == said
+    assert EAGLE3.served_by(stored(**head), form) == said
 
 
 @pytest.mark.parametrize(
@@ -93,24 +93,24 @@ def test_what_the_forms_engine_cannot_run_is_refused_before_a_file_is_there(
 
 def test_of_deepseek_sglang_counts_layers_from_one_only_where_the_first_is_one() -> None:
     head = dataclasses.replace(stored((3, 6, 9)), verifier={"architectures": ["DeepseekV3ForCausalLM"]})
-    (said,) = compatibility.refusals(FORMS["sglang"], head)
+    (said,) = EAGLE3.refusals(head, "sglang")
     assert said.startswith("target.aux_layers: got (3, 6, 9), expected the default") and said.endswith("ignored")
-    assert compatibility.refusals(FORMS["vllm"], head) == []
-    assert compatibility.refusals(FORMS["sglang"], dataclasses.replace(head, verifier=None)) == []
+    assert EAGLE3.refusals(head, "vllm") == []
+    assert EAGLE3.refusals(dataclasses.replace(head, verifier=None), "sglang") == []
     second = dataclasses.replace(stored((2, 7, 9)), verifier=head.verifier)
-    assert compatibility.refusals(FORMS["sglang"], second) == []
+    assert EAGLE3.refusals(second, "sglang") == []
 
 
 def test_vllm_cannot_capture_the_embeddings_of_deepseek(tmp_path: pathlib.Path) -> None:
     """At block 0 there is no residual yet, and its DeepSeek adds one."""
     deepseek = {"architectures": ["DeepseekV3ForCausalLM"]}
     first = dataclasses.replace(stored((0, 6, 9)), verifier=deepseek)
-    (said,) = compatibility.refusals(FORMS["vllm"], first)
+    (said,) = EAGLE3.refusals(first, "vllm")
     assert said.startswith("target.aux_layers: got (0, 6, 9), expected boundaries from 1") and said.endswith("fails")
-    assert "aux layer 0 of DeepSeek fails" in compatibility.served_by(FORMS["vllm"], first)
+    assert "aux layer 0 of DeepSeek fails" in EAGLE3.served_by(first, "vllm")
     last = dataclasses.replace(stored((2, 6, 12)), verifier=deepseek)
-    assert compatibility.refusals(FORMS["vllm"], last) == []
-    assert compatibility.served_by(FORMS["vllm"], last).startswith("served by vLLM 0.32.0 and later")
+    assert EAGLE3.refusals(last, "vllm") == []
+    assert EAGLE3.served_by(last, "vllm").startswith("served by vLLM 0.32.0 and later")
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_vllm_cannot_capture_the_embeddings_of_deepseek(tmp_path: pathlib.Path) 
 def test_an_engine_that_cannot_draft_for_the_target_is_not_promised(form: str, architecture: str, said: str) -> None:
     """But the head is written: it drafts here."""
     head = dataclasses.replace(stored(head_dim=4), verifier={"architectures": [architecture]})
-    assert compatibility.served_by(FORMS[form], head).startswith(said)
-    assert compatibility.refusals(FORMS[form], head) == []
+    assert EAGLE3.served_by(head, form).startswith(said)
+    assert EAGLE3.refusals(head, form) == []
 
 
 def test_every_family_but_llama_has_its_row() -> None:
     families = {family.config.architecture for family in FAMILIES} - {"LlamaForCausalLM"}
-    assert families <= compatibility.BY_TARGET.keys()
+    assert families <= BY_TARGET.keys()
 
 
 def test_vllm_captures_what_sglang_does_not(tmp_path: pathlib.Path) -> None:
@@ -156,4 +156,4 @@ def test_vllm_captures_what_sglang_does_not(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_document_has_the_table() -> None:
-    assert "\n".join(compatibility.table()) in DOCUMENT.read_text()
+    assert "\n".join(EAGLE3.engines.lines("head")) in DOCUMENT.read_text()

@@ -113,9 +113,9 @@ def test_another_vocabulary_is_refused(target, small):
 
 
 def test_what_a_model_has_no_use_for_is_refused(target, small):
-    with pytest.raises(DraftFormatError, match=r"token_map: got map\.json, expected none: .*small is a whole model"):
+    with pytest.raises(DraftFormatError, match=r"token_map: got map\.json, expected none: .*small is a draft of a"):
         load_draft(small, target=target, token_map="map.json")
-    with pytest.raises(DraftFormatError, match="expected a loaded target, to compare tokenizers"):
+    with pytest.raises(DraftFormatError, match="expected a loaded target"):
         load_draft(small, target=target.model.config)
 
 

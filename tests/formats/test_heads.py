@@ -17,10 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_heads import IDS, TARGET, alter, assert_same, make_draft
 
-from eagle3_jax.formats import compatibility, files, heads
+from eagle3_jax.formats import files, heads
+from eagle3_jax.formats.eagle3 import EAGLE3
+from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.forms import FORMS
 from eagle3_jax.formats.heads import load_draft, save_draft
-from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
+from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.stored import StoredKind
 from eagle3_jax.models.cache import CachedAttention, Pass
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 
@@ -205,7 +208,7 @@ def test_any_head_in_any_form_comes_back_to_the_bit_or_is_refused(
     folder = tmp_path_factory.mktemp("head") / "head"
     target = dataclasses.replace(TARGET, aux_layers=layers)
     draft = make_draft(jnp.dtype(dtype), ids=ids, target=target, **changes)
-    refused = compatibility.refusals(FORMS[form], from_draft(draft, target, dtype, None)[0])
+    refused = EAGLE3.refusals(EAGLE3.stored(draft, target, dtype, None), form)
     if refused:
         with pytest.raises(DraftFormatError) as caught:
             save_draft(folder, draft, target=target, dtype=dtype, form=form)
@@ -226,7 +229,7 @@ def test_a_head_goes_through_forms_and_keeps_every_bit(
     draft = make_draft(jnp.bfloat16, fc_norm=True, norm_output=True, rope_scaling=LLAMA3)
     save_draft(folder / "0", draft, target=TARGET, dtype="bfloat16", form=path[0])
     for i, form in enumerate(path[1:], start=1):
-        heads.write(folder / str(i), heads.read(folder / str(i - 1)), form)
+        EAGLE3.write(folder / str(i), heads.read(folder / str(i - 1)), form)
     assert_same(load_draft(folder / str(len(path) - 1), target=TARGET, dtype=jnp.bfloat16), draft)
     first, last = (heads.read(folder / str(i)) for i in (0, len(path) - 1))
     assert (first.bos_token_id, first.eos_token_id) == (last.bos_token_id, last.eos_token_id) == (1, 2)
@@ -236,7 +239,7 @@ def test_float16_stays_float16(saved: pathlib.Path) -> None:
     """Heads of SafeAILab's and SpecForge's own are in it."""
     tensors, _ = tiny_heads.read(saved)
     alter(saved, {name: x.astype(np.float16) for name, x in tensors.items() if x.dtype == np.float32})
-    heads.write(saved.with_name("other"), heads.read(saved), "vllm")
+    EAGLE3.write(saved.with_name("other"), heads.read(saved), "vllm")
     again, config = tiny_heads.read(saved.with_name("other"))
     assert again["fc.weight"].dtype == np.float16 and config["torch_dtype"] == "float16"
 
@@ -251,7 +254,7 @@ def test_a_head_without_an_lm_head_takes_the_targets_rows(tmp_path: pathlib.Path
     ):
         load_draft(saved, target=TARGET)
     with pytest.raises(DraftFormatError, match=r"lm_head.weight: missing, expected 6 rows \(load the head with its"):
-        heads.write(tmp_path / "other", heads.read(saved), "sglang")
+        EAGLE3.write(tmp_path / "other", heads.read(saved), "sglang")
 
 
 @pytest.mark.parametrize("form", ["sglang", "vllm", "speculators"])
@@ -260,22 +263,22 @@ def test_the_targets_own_lm_head_is_left_to_the_target(tmp_path: pathlib.Path, f
     save_draft(tmp_path / "own", make_draft(ids=list(range(50))), target=TARGET, dtype="float32")
     alter(tmp_path / "own", {"lm_head.weight": None})
     head = heads.read(tmp_path / "own")
-    heads.write(tmp_path / "tied", head, form)
+    EAGLE3.write(tmp_path / "tied", head, form)
     assert heads.read(tmp_path / "tied").same(head)
     tensors, config = tiny_heads.read(tmp_path / "tied")
     assert "lm_head.weight" not in tensors and "d2t" not in tensors and "t2d" not in tensors
     assert config["draft_vocab_size"] == (None if form == "sglang" else 50)
     with pytest.raises(DraftFormatError, match=r"lm_head.weight: missing, .*; EAGLE \(to .*\): ignored"):
-        heads.write(tmp_path / "eagle", head, "eagle")
+        EAGLE3.write(tmp_path / "eagle", head, "eagle")
 
 
 def test_a_head_narrower_than_its_target_keeps_its_embeddings(tmp_path: pathlib.Path) -> None:
     """It goes from form to form, but the decoder here feeds the target's embeddings."""
-    head, _ = from_draft(make_draft(target_hidden_size=24), TARGET, "float32", None)
+    head = EAGLE3.stored(make_draft(target_hidden_size=24), TARGET, "float32", None)
     embeddings = np.arange(50 * 16, dtype=np.float32).reshape(50, 16)
     own = dataclasses.replace(head, tensors=head.tensors | {EMBEDDINGS: embeddings})
-    heads.write(tmp_path / "a", own, "sglang")
-    heads.write(tmp_path / "b", heads.read(tmp_path / "a"), "speculators")
+    EAGLE3.write(tmp_path / "a", own, "sglang")
+    EAGLE3.write(tmp_path / "b", heads.read(tmp_path / "a"), "speculators")
     np.testing.assert_array_equal(heads.read(tmp_path / "b").tensors[EMBEDDINGS], embeddings)
     wide = dataclasses.replace(TARGET, hidden_size=24)
     with pytest.raises(DraftFormatError, match=r"hidden_size: got 16, expected 24, the target's"):
@@ -372,14 +375,14 @@ def test_nothing_is_left_of_a_save_that_fails(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_does_not_read_back_the_same_is_an_error(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = heads.read
+    whole = StoredKind.read
 
-    def read(folder: pathlib.Path) -> StoredHead:
-        head = whole(folder)
+    def read(self: StoredKind, folder: pathlib.Path) -> StoredHead:
+        head = whole(self, folder)
         head.tensors["norm.weight"][3] += np.float32(2**-20)
         return head
 
-    monkeypatch.setattr(heads, "read", read)
+    monkeypatch.setattr(StoredKind, "read", read)
     with pytest.raises(DraftFormatError, match="does not read back the same"):
         save_draft(tmp_path / "head", make_draft(), target=TARGET, dtype="float32")
     assert list(tmp_path.iterdir()) == []

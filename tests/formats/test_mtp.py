@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,16 @@ from safetensors.numpy import load_file, save_file
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.rounds.generate import generate
-from eagle3_jax.formats import heads, mtp
-from eagle3_jax.formats.serving import Serving, serving
-from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.formats import heads, kinds, mtp
+from eagle3_jax.formats.files import DraftFormatError
+from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import FAMILIES
+from eagle3_jax.models.target import ModelConfig
 
 VOCABULARY, HIDDEN = 40, 32
 
@@ -173,7 +176,7 @@ def test_it_is_transformers_layer_between_its_norms(mimo):
         entering = torch.tensor(joined @ tensors["model.mtp_layers.0.input_proj.weight"].T)
         expected = qwen(1, 1).model(inputs_embeds=entering).last_hidden_state.numpy()
 
-    draft = mtp.load(target, jnp.float32)
+    draft = MTP.load(None, target, jnp.float32)
     states, _ = draft.head.feed(
         target.model.embed[...],
         jnp.asarray(tokens),
@@ -207,7 +210,7 @@ def test_deepseek_s_is_transformers_own(deepseek_v3):
         second = reference.forward_layer(0, *passed, input_ids=torch.tensor(more))
         logits = whole.lm_head(second).numpy()
 
-    head = mtp.load(target, jnp.float32).head
+    head = MTP.load(None, target, jnp.float32).head
     features, embed = head.fuse(jnp.asarray(features)), target.model.embed[...]
     none, cache = jnp.zeros(1, jnp.int32), head.empty_cache(1, 16)
     states, cache = head.feed(embed, jnp.asarray(tokens), features, Pass(jnp.arange(7)[None], none), cache)
@@ -238,7 +241,7 @@ def test_it_changes_no_token(target, tree):
 @pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_sampled_tokens_have_the_target_s_distribution(target, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""
-    samples, prompt, draft = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32), mtp.load(target, jnp.float32)
+    samples, prompt, draft = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32), MTP.load(None, target, jnp.float32)
     state = generate(
         target.model.observed_at(draft.head.config.aux_layers),
         draft,
@@ -260,7 +263,7 @@ def test_a_layer_that_is_not_there_is_named(target):
     del tensors[name]
     save_file(tensors, path)
     with pytest.raises(WeightsError, match=rf"missing tensor {re.escape(name)} \[32, 64\]"):
-        mtp.load(target, jnp.float32)
+        MTP.load(None, target, jnp.float32)
 
 
 @pytest.fixture(params=["MiMoForCausalLM", "DeepseekV3ForCausalLM"])
@@ -278,18 +281,23 @@ def alone(request, tmp_path):
     return target, head, tmp_path / "layer"
 
 
+def write(folder: pathlib.Path, head: Any, shape: ModelConfig, dtype: str, form: str) -> None:
+    MTP.write(folder, MTP.stored(Draft(head, jnp.arange(shape.vocab_size)), shape, dtype, None), form)
+
+
 @pytest.mark.slow
 def test_a_trained_layer_has_the_names_of_the_checkpoint_s_own(alone):
     target, head, folder = alone
     shape = target.model.config
-    mtp.write(folder, head, shape, "float32", "sglang")
+    write(folder, head, shape, "float32", "sglang")
     prefix = "model.mtp_layers.0." if shape.architecture == "MiMoForCausalLM" else "model.layers.4."
     tensors, values = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     assert {name for name in tensors if not name.startswith(prefix)} == set()
     assert {f"{prefix}{name}.weight" for name in ("input_layernorm", "self_attn.o_proj")} < tensors.keys()
     assert (values["architectures"], values["num_nextn_predict_layers"]) == ([shape.architecture], 1)
     assert "quantization_config" not in values
-    assert serving(folder) == Serving("MTP", "mtp", "NEXTN")
+    kind = kinds.of_folder(folder)
+    assert (kind, kind.method, kind.algorithm, kind.block(folder)) == (MTP, "mtp", "NEXTN", None)
     draft = heads.load_draft(folder, target=target)
     np.testing.assert_array_equal(draft.head.output_rows, target.model.output_rows)
     del draft.head.lm_head
@@ -301,11 +309,11 @@ def test_a_layer_that_no_engine_of_the_form_or_another_target_reads_is_refused(a
     shape = target.model.config
     mimo = shape.architecture == "MiMoForCausalLM"
     with pytest.raises(DraftFormatError, match=r"export.format: got 'eagle', expected .*: the form has no MTP layers"):
-        mtp.write(folder, head, shape, "float32", "eagle")
+        write(folder, head, shape, "float32", "eagle")
     if mimo:
         with pytest.raises(DraftFormatError, match=r"got 'vllm', expected 'sglang': vLLM feeds MiMo's layer the state"):
-            mtp.write(folder, head, shape, "float32", "vllm")
-    mtp.write(folder, head, shape, "bfloat16", "sglang" if mimo else "vllm")
+            write(folder, head, shape, "float32", "vllm")
+    write(folder, head, shape, "bfloat16", "sglang" if mimo else "vllm")
     target.model.config = dataclasses.replace(shape, rope_theta=5.0)
     with pytest.raises(
         DraftFormatError, match=r"the MTP layer of another target:\n  rope_theta: got \S+, expected 5.0"
@@ -315,7 +323,7 @@ def test_a_layer_that_no_engine_of_the_form_or_another_target_reads_is_refused(a
 
 def test_other_families_have_none(toy_llama):
     with pytest.raises(ValueError, match="draft: got 'mtp', expected a head's folder"):
-        mtp.load(toy_llama, jnp.float32)
+        MTP.load(None, toy_llama, jnp.float32)
 
 
 @pytest.fixture

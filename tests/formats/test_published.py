@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tiny_heads
 
-from eagle3_jax.formats import eagle2, fields, forms
-from eagle3_jax.formats.stored import misfits
+from eagle3_jax.formats import eagle3, fields, forms
+from eagle3_jax.formats.eagle2 import heads as eagle2
 from eagle3_jax.formats.tensors import canonical, draft_table, head_problems
 from eagle3_jax.models.drafts import mimo_mtp
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
@@ -164,7 +164,7 @@ def test_a_head_of_another_width_does_not_draft_here():
     """As SafeAILab's for Llama 3.3 70B, and SGLang's copy of it."""
     config = tiny_heads.make_draft().head.config
     narrow = dataclasses.replace(config, hidden_size=8)
-    assert misfits(narrow, tiny_heads.TARGET) == ["hidden_size: got 8, expected 16, the target's"]
+    assert eagle3.EAGLE3.misfits(narrow, tiny_heads.TARGET) == ["hidden_size: got 8, expected 16, the target's"]
 
 
 def test_the_page_names_heads_that_are_mapped():

@@ -23,6 +23,7 @@ from tiny_heads import AUX_KEY, IDS, TARGET, alter, assert_same, make_draft
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.export import check
 from eagle3_jax.formats import heads
+from eagle3_jax.formats.eagle3 import EAGLE3
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.checkpoint.fetch import Target
@@ -211,7 +212,7 @@ def test_what_no_reader_sees_the_counters_tell(trained: RunConfig, tmp_path: pat
 
 @pytest.mark.slow
 def test_the_same_head_from_elsewhere_counts_the_same(trained: RunConfig, tmp_path: pathlib.Path) -> None:
-    heads.write(tmp_path / "head", heads.read(trained.folder("export")), "vllm")
+    EAGLE3.write(tmp_path / "head", heads.read(trained.folder("export")), "vllm")
     config = dataclasses.replace(trained, evaluate=dataclasses.replace(trained.evaluate, draft=str(tmp_path / "head")))
     reference = pathlib.Path(config.run_dir, "check/numbers.json")
     kept = reference.read_bytes()

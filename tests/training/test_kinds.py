@@ -12,11 +12,12 @@ import tiny_families
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig, MeshConfig, RunConfig, TrainConfig
+from eagle3_jax.config.kinds import trained
 from eagle3_jax.formats import mtp
 from eagle3_jax.mesh import make_mesh, parameter_path
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.training.batch import Batch, Teacher
-from eagle3_jax.training.kinds.choice import KINDS, kind_of
+from eagle3_jax.training.kinds.choice import kind_of
 from eagle3_jax.training.metrics import summarise
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
@@ -222,7 +223,7 @@ def test_loss_and_gradients_of_an_mtp_layer_are_plain_torch_s(name, plain):
 # ------------------------------------------------------------------------------------------------------ every kind
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in ("dflash", "dspark") else ()) for name in KINDS]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("dflash", "dspark") else ()) for name in trained()]
 )
 def test_every_kind_learns_and_its_rounds_are_replayed(name):
     """Twelve steps on one batch, whose teacher says what the text says: the loss falls, more drafts are accepted."""

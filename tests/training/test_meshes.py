@@ -10,10 +10,11 @@ import tiny_families
 from test_kinds import RUN, batch_of, family, run_config
 
 from eagle3_jax.config import MeshConfig
+from eagle3_jax.config.kinds import trained
 from eagle3_jax.mesh import batch_sharding, make_mesh, parameter_path, shardings
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Teacher
 from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
-from eagle3_jax.training.kinds.choice import KINDS, kind_of
+from eagle3_jax.training.kinds.choice import kind_of
 
 ROWS = ((7, 8), (12,), (16,), (5, 4, 6), (9,), (3, 11), (14,), (10, 6))
 
@@ -54,7 +55,7 @@ def computed():
 OFTEN = (("eagle3", (4, 2)), ("eagle3", (8, 1)), ("dflash2", (4, 2)))
 MESHES = [
     pytest.param(name, *mesh, marks=() if (name, mesh) in OFTEN else pytest.mark.long)
-    for name in KINDS
+    for name in trained()
     for mesh in ((4, 2), (8, 1), (2, 4), (1, 8))
 ]
 

@@ -28,8 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from eagle3_jax.formats.blocks.kinds import kind_of_head
-from eagle3_jax.formats.blocks.tensors import table
+from eagle3_jax.formats.blocks.kinds import KINDS
 from eagle3_jax.formats.tensors import LM_HEAD
 from eagle3_jax.models.checkpoint.table import plain
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
@@ -114,8 +113,8 @@ def random_head(case: Case, seed: int) -> DFlash:
 
 def entries(head: DFlash) -> dict[str, Any]:
     """Returns the checkpoint's entry of each parameter."""
-    c = head.config
-    return table(kind_of_head(head), c) | {"lm_head": plain(LM_HEAD, c.draft_vocab_size, c.hidden_size)}
+    c, kind = head.config, next(kind for kind in KINDS if kind.network is type(head))
+    return kind.table(c) | {"lm_head": plain(LM_HEAD, c.draft_vocab_size, c.hidden_size)}
 
 
 _loss_and_gradient = jax.jit(jax.value_and_grad(block_loss, has_aux=True), static_argnums=4)

@@ -24,27 +24,21 @@ from eagle3_jax.decoding.adapt import vocabulary
 from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.adapt.ring import Ring
 from eagle3_jax.decoding.rounds.observed import Observed
+from eagle3_jax.formats import kinds
 from eagle3_jax.kernels.linear.api import xla_is_faster
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, mesh_of, replicated
-from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import disk, manifest
 from eagle3_jax.training.batch import Teacher
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints
-from eagle3_jax.training.kinds.block import DFlash2Kind, DFlashKind, DSparkKind
-from eagle3_jax.training.kinds.eagle3 import Eagle3
-from eagle3_jax.training.kinds.kind import Kind
+from eagle3_jax.training.kinds import choice
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import TrainState, init_state, make_eval_step, make_train_step
 
 _log = logging.getLogger(__name__)
 
-_KINDS: dict[type, type[Kind]] = {
-    DraftHead: Eagle3,
-    **{kind.head: kind for kind in (DFlashKind, DSparkKind, DFlash2Kind)},
-}
 # One of so many requests, and of the ring's rows, is held back.
 _HELD = 8
 # Seconds after which time counts half: the share is one of the last minutes.
@@ -97,8 +91,10 @@ class HeadLearner:
         self, config: AdaptConfig, target: TargetModel, draft: Draft, identity: Mapping[str, Any] | None
     ) -> None:
         head: Any = draft.head
-        if (kind := _KINDS.get(type(head))) is None:
-            expected = "a head of EAGLE-3, DFlash, DSpark or DFlash2"
+        kind = choice.named(kinds.of_head(head).name)
+        if kind is None or not kind.lives:
+            able = [x.label for x in kinds.every() if (trained := choice.named(x.name)) and trained.lives]
+            expected = f"a head of {', '.join(able[:-1])} or {able[-1]}"
             raise ValueError(f"adapt: got a draft of {type(head).__name__}, expected {expected}")
         if config.folder is not None and identity is None:
             expected = "`Engine.load`, or the target's identity"

@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from eagle3_jax.formats.blocks.kinds import DFLASH, DFLASH2
-from eagle3_jax.formats.blocks.stored import StoredBlockHead
+from eagle3_jax.formats.compatibility import FAILS, SILENT, Engines
+from eagle3_jax.formats.kind import StoredHead
 from eagle3_jax.models.drafts.dflash import FULL
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 
 CPU: Final = "vLLM on a CPU"
-ENGINES = {"SGLang": "0.5.23", "vLLM": "0.32.0", CPU: "0.32.0"}
+VERSIONS = {"SGLang": "0.5.23", "vLLM": "0.32.0", CPU: "0.32.0"}
 # Form -> its engines; the first one decides which heads the form can hold.
 READERS = {
     "sglang": ("SGLang", "vLLM", CPU),
     "vllm": ("vLLM", CPU, "SGLang"),
     "speculators": ("vLLM", CPU),
 }
-SILENT, FAILS = "ignored", "fails"
 # Property of a head -> for each engine the first version known to run it, or the engine's behaviour instead.
 SINCE = {
     # block head: SGLang, vLLM, vLLM on a CPU
@@ -43,17 +42,17 @@ SINCE = {
 }
 
 
-def used(head: StoredBlockHead, form: str) -> Iterator[tuple[str, str]]:
-    """Yields the rows of the table that apply to a head in a form, each with its reason: field, got, expected."""
+def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
+    """Yields the rows of the table that apply to a head in a form, each with its reason, see `Engines`."""
     c = head.config
     mixed, causal = len(set(c.layer_types)) > 1, [c.causal(i) for i in range(len(c.layer_types))]
-    yield head.kind.label, "" if head.kind is DFLASH else f"head: got {head.kind.label}, expected DFlash"
+    yield head.kind.label, "" if head.kind.name == "dflash" else f"head: got {head.kind.label}, expected DFlash"
     if len(c.layer_types) > 1:
         yield "several layers", ""  # they run, and `export --check vllm` sets their keys right
     if c.draft_vocab_size < c.vocab_size:
         sizes = f"draft_vocab_size: got {c.draft_vocab_size}, expected vocab_size = {c.vocab_size}"
         yield "draft vocabulary", f"{sizes}, as no d2t is read"
-        if head.kind is DFLASH2:
+        if head.kind.name == "dflash2":
             yield "draft vocabulary of DFlash2", f"{sizes}, as the selector has no d2t"
         if head.tied:
             way = "load the head with its target, and save it"
@@ -80,3 +79,6 @@ def used(head: StoredBlockHead, form: str) -> Iterator[tuple[str, str]]:
     if isinstance(c.rope_scaling, YarnScaling) and c.rope_scaling.attention_factor is not None:
         got = c.rope_scaling.attention_factor
         yield "RoPE `yarn`, `attention_factor`", f"rope_scaling.attention_factor: got {got}, expected none"
+
+
+ENGINES = Engines(VERSIONS, SINCE, READERS, used)

@@ -12,12 +12,18 @@ import itertools
 from typing import Any
 
 from eagle3_jax.formats import fields
-from eagle3_jax.formats.blocks.kinds import DFLASH2, DSPARK, SPECULATORS_TYPE, BlockKind
 from eagle3_jax.formats.fields import REQUIRED, read_layers
-from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig
+from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.rope import read_rope
 
-NESTED = "dflash_config"
+NESTED, SPECULATORS_TYPE = "dflash_config", "speculators_model_type"
+# Names in config.json; the first is written. vLLM and SGLang tell DFlash2 from DFlash by the architecture alone.
+# SpecForge's raw export has DSpark's second name.
+ARCHITECTURES = {
+    "DFlash": ("DFlashDraftModel",),
+    "DSpark": ("Qwen3DSparkModel", "DSparkDraftModel"),
+    "DFlash2": ("DFlash2DraftModel",),
+}
 # Key -> its value when absent, see `fields.LLAMA`.
 _SIZES: dict[str, Any] = {
     "vocab_size": REQUIRED,
@@ -62,7 +68,14 @@ _AUX_LAYERS = {"target_layer_ids": 1, fields.AUX_LAYERS: 0, "aux_hidden_state_la
 _ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
 
 
-def read(kind: BlockKind, values: dict[str, Any], problems: list[str]) -> BlockHeadConfig | None:
+def describes(network: type[DFlash], values: dict[str, Any]) -> bool:
+    """Tells whether a config.json is that of a head of this network."""
+    if SPECULATORS_TYPE in values:
+        return values[SPECULATORS_TYPE] == network.__name__.lower()
+    return fields.architecture(values) in ARCHITECTURES[network.__name__]
+
+
+def read(network: type[DFlash], values: dict[str, Any], problems: list[str]) -> BlockHeadConfig | None:
     """Reads the head's shape from a config.json; None, with the reasons in `problems`, if that fails.
 
     Accepts each key at top level or in `dflash_config`, and layers of the target by output (`target_layer_ids`) or by
@@ -82,41 +95,43 @@ def read(kind: BlockKind, values: dict[str, Any], problems: list[str]) -> BlockH
         "rope_theta": theta,
         "rope_scaling": scaling,
         "aux_layers": _aux_layers(flat, problems),
-        "block_size": _integer(flat, "block_size", problems, 1 if kind is DSPARK else 2),
+        "block_size": _integer(flat, "block_size", problems, 1 if network.corrector == "markov" else 2),
         "mask_token_id": _integer(flat, "mask_token_id", problems, 0),
-        **_attention(kind, flat, wrapped, problems),
+        **_attention(network, flat, wrapped, problems),
     }
-    found |= _markov(flat, problems) if kind is DSPARK else {}
-    if kind is DFLASH2:
+    found |= _markov(flat, problems) if network.corrector == "markov" else {}
+    if network.corrector == "selector":
         found |= {field: _integer(flat, key, problems, 1) for key, field in _SELECTOR.items()}
-    problems += _layout(kind, flat, wrapped)
+    problems += _layout(network, flat, wrapped)
     if len(problems) > known:
         return None
-    config = canonical(kind, BlockHeadConfig(**sizes, **found))
-    problems += contradictions(kind, config)
+    config = canonical(network, BlockHeadConfig(**sizes, **found))
+    problems += contradictions(network, config)
     return config
 
 
-def write(kind: BlockKind, config: BlockHeadConfig, base: dict[str, Any], target_layers: int | None) -> dict[str, Any]:
+def write(
+    network: type[DFlash], config: BlockHeadConfig, base: dict[str, Any], target_layers: int | None
+) -> dict[str, Any]:
     """Writes the keys of a folder.
 
     Args:
         base: Hugging Face's keys of the layers.
     """
     c = config
-    values = {"architectures": [kind.architectures[0]], **base, **_layers(c), "block_size": c.block_size}
+    values = {"architectures": [ARCHITECTURES[network.__name__][0]], **base, **_layers(c), "block_size": c.block_size}
     values |= {} if target_layers is None else {"num_target_layers": target_layers}
     values |= {} if c.draft_vocab_size == c.vocab_size else {"draft_vocab_size": c.draft_vocab_size}
     values |= {} if c.is_causal is None else {"is_causal": c.is_causal}
     outputs = {"mask_token_id": c.mask_token_id, "target_layer_ids": [boundary - 1 for boundary in c.aux_layers]}
-    if kind is DSPARK:
+    if network.corrector == "markov":
         return values | outputs | _markov_keys(c)
-    selector = {key: getattr(c, field) for key, field in _SELECTOR.items()} if kind is DFLASH2 else {}
+    selector = {key: getattr(c, field) for key, field in _SELECTOR.items()} if network.corrector == "selector" else {}
     return values | {NESTED: outputs | selector}
 
 
 def write_speculators(
-    kind: BlockKind, config: BlockHeadConfig, base: dict[str, Any], verifier: dict[str, Any] | None
+    network: type[DFlash], config: BlockHeadConfig, base: dict[str, Any], verifier: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Writes the wrapper of speculators, which vLLM reads with the target's name.
 
@@ -124,22 +139,22 @@ def write_speculators(
     speculators. So the flag is false for causal sliding layers alone.
     """
     c = config
-    selector = {key: getattr(c, field) for key, field in _SELECTOR.items()} if kind is DFLASH2 else {}
-    drafts = c.block_size - kind.network.first_row
+    selector = {key: getattr(c, field) for key, field in _SELECTOR.items()} if network.corrector == "selector" else {}
+    drafts = c.block_size - network.first_row
     return {
-        "architectures": [kind.architectures[0]],
-        SPECULATORS_TYPE: kind.name,
+        "architectures": [ARCHITECTURES[network.__name__][0]],
+        SPECULATORS_TYPE: network.__name__.lower(),
         "draft_vocab_size": c.draft_vocab_size,
         "block_size": c.block_size,
         "aux_hidden_state_layer_ids": list(c.aux_layers),
         "mask_token_id": c.mask_token_id,
         "sliding_window_non_causal": not any(c.causal(i) for i in range(len(c.layer_types))),
-        **(_markov_keys(c) if kind is DSPARK else {"sample_from_anchor": False}),
+        **(_markov_keys(c) if network.corrector == "markov" else {"sample_from_anchor": False}),
         **selector,
         "tie_word_embeddings": False,
         "transformer_layer_config": base | _layers(c),
         "speculators_config": {
-            "algorithm": kind.name,
+            "algorithm": network.__name__.lower(),
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
             "verifier": verifier or {"name_or_path": None, "architectures": []},
@@ -147,7 +162,7 @@ def write_speculators(
     }
 
 
-def canonical(kind: BlockKind, config: BlockHeadConfig) -> BlockHeadConfig:
+def canonical(network: type[DFlash], config: BlockHeadConfig) -> BlockHeadConfig:
     """Returns the one of all equal configs that is compared: causality and window where they change a layer, options of
     other kinds at their defaults.
     """
@@ -156,13 +171,13 @@ def canonical(kind: BlockKind, config: BlockHeadConfig) -> BlockHeadConfig:
     layers = range(len(config.layer_types))
     if [plain.causal(i) for i in layers] != [config.causal(i) for i in layers]:
         plain = dataclasses.replace(plain, is_causal=config.is_causal)
-    own = {DSPARK.name: {"markov_rank", "confidence"}, DFLASH2.name: set(_SELECTOR.values())}
+    foreign = set() if network.corrector == "markov" else {"markov_rank", "confidence"}
+    foreign |= set() if network.corrector == "selector" else set(_SELECTOR.values())
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(BlockHeadConfig)}
-    foreign = set().union(*(names for name, names in own.items() if name != kind.name))
     return dataclasses.replace(plain, **{name: defaults[name] for name in foreign})
 
 
-def contradictions(kind: BlockKind, config: BlockHeadConfig) -> list[str]:
+def contradictions(network: type[DFlash], config: BlockHeadConfig) -> list[str]:
     """Lists the fields that contradict each other."""
     c, problems = config, []
     if c.draft_vocab_size > c.vocab_size:
@@ -173,7 +188,7 @@ def contradictions(kind: BlockKind, config: BlockHeadConfig) -> list[str]:
         problems.append(f"aux layers (boundaries): got {list(c.aux_layers)}, expected boundaries from 1 on")
     if SLIDING in c.layer_types and c.sliding_window is None:
         problems.append("sliding_window: missing, expected the window of the sliding layers")
-    if kind is DFLASH2 and c.hidden_size % c.conv_group:
+    if network.corrector == "selector" and c.hidden_size % c.conv_group:
         problems.append(f"conv_group_size: got {c.conv_group}, expected a divisor of hidden_size = {c.hidden_size}")
     return problems
 
@@ -215,7 +230,7 @@ def _aux_layers(flat: dict[str, Any], problems: list[str]) -> tuple[int, ...]:
     return layers
 
 
-def _attention(kind: BlockKind, flat: dict[str, Any], wrapped: bool, problems: list[str]) -> dict[str, Any]:
+def _attention(network: type[DFlash], flat: dict[str, Any], wrapped: bool, problems: list[str]) -> dict[str, Any]:
     """Reads the type, window and causality of the layers, as vLLM resolves them.
 
     `dflash_config.causal`, which SGLang ignores, and speculators' `sliding_window_non_causal` become `is_causal`.
@@ -241,7 +256,7 @@ def _attention(kind: BlockKind, flat: dict[str, Any], wrapped: bool, problems: l
         key = "swa_window_size" if flat.get("swa_window_size") is not None else "sliding_window"
         window = _integer(flat, key, problems, 1)
     if wrapped and is_causal is None and SLIDING in types:
-        if "sliding_window_non_causal" not in causal and kind is not DFLASH2:
+        if "sliding_window_non_causal" not in causal and network.corrector != "selector":
             problems.append(
                 "sliding_window_non_causal: missing; vLLM takes an absent one for True, speculators for False"
             )
@@ -262,13 +277,13 @@ def _markov(flat: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     return {"markov_rank": _integer(flat, "markov_rank", problems, 1), "confidence": confidence}
 
 
-def _layout(kind: BlockKind, flat: dict[str, Any], wrapped: bool) -> list[str]:
+def _layout(network: type[DFlash], flat: dict[str, Any], wrapped: bool) -> list[str]:
     """Lists a layout of the block that is not the kind's: whether the anchor's row predicts."""
-    wanted, got = kind is DSPARK, flat.get("sample_from_anchor")
-    if got is None and wrapped and kind is DSPARK:
+    wanted, got = network.corrector == "markov", flat.get("sample_from_anchor")
+    if got is None and wrapped and network.corrector == "markov":
         return ["sample_from_anchor: missing, expected True; vLLM takes an absent one for False, speculators for True"]
     if got is not None and got is not wanted:
-        return [f"sample_from_anchor: got {got!r}, expected {wanted} of {kind.label}"]
+        return [f"sample_from_anchor: got {got!r}, expected {wanted} of {network.__name__}"]
     return []
 
 

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from eagle3_jax.formats.blocks.kinds import DFLASH2, DSPARK, BlockKind
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
-from eagle3_jax.models.drafts.dflash import BlockHeadConfig
+from eagle3_jax.models.drafts.dflash import BlockHeadConfig, DFlash
 
 MARKOV, CONFIDENCE, SELECTOR = "markov_head.", "confidence_head.proj.", "candidate_selector."
 # Other spelling -> canonical one (vLLM's qwen3_dflash.py, 0.32.0; SGLang has the last two).
-_SPELLINGS = (("midlayer.", "layers.0."), ("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))
+SPELLINGS = (("midlayer.", "layers.0."), ("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))
 
 
-def canonical(name: str) -> str:
-    """Translates a tensor's name to the one in the table."""
-    name = name.removeprefix("model.")
-    for other, prefix in _SPELLINGS:
-        if name.startswith(other):
-            return prefix + name.removeprefix(other)
-    return name
-
-
-def table(kind: BlockKind, config: BlockHeadConfig) -> dict[str, Entry]:
+def table(network: type[DFlash], config: BlockHeadConfig) -> dict[str, Entry]:
     """Maps each parameter path in the head to its tensors, but the LM head."""
     c = config
     h = c.hidden_size
@@ -36,15 +26,17 @@ def table(kind: BlockKind, config: BlockHeadConfig) -> dict[str, Entry]:
         "norm": plain("norm.weight", h),
     }
     for i in range(len(c.layer_types)):
-        layer = _layer(c, f"layers.{i}.") | (_convolutions(c, f"layers.{i}.") if kind is DFLASH2 else {})
+        layer = _layer(c, f"layers.{i}.") | (
+            _convolutions(c, f"layers.{i}.") if network.corrector == "selector" else {}
+        )
         entries |= {f"layers/{i}/{path}": entry for path, entry in layer.items()}
-    if kind is DSPARK:
+    if network.corrector == "markov":
         entries["markov_in"] = plain(f"{MARKOV}markov_w1.weight", c.vocab_size, c.markov_rank)
         entries["markov_out"] = plain(f"{MARKOV}markov_w2.weight", c.draft_vocab_size, c.markov_rank)
         if c.confidence:
             entries["confidence"] = kernel(f"{CONFIDENCE}weight", 1, h + c.markov_rank)
             entries["confidence_bias"] = plain(f"{CONFIDENCE}bias", 1)
-    if kind is DFLASH2:
+    if network.corrector == "selector":
         entries["predecessors"] = plain(f"{SELECTOR}predecessor_codebook", c.vocab_size, c.selector_rank)
         entries["successors"] = plain(f"{SELECTOR}successor_codebook", c.draft_vocab_size, c.selector_rank)
         entries["selector"] = kernel(f"{SELECTOR}hidden_projection.weight", c.selector_rank, h)

@@ -146,11 +146,13 @@ class DFlash(OnePassHead):
 
     Attributes:
         first_row: the first row that predicts, namely the token after the anchor.
+        corrector: what reads the token before a draft: "markov" (DSpark), "selector" (DFlash2), or nothing.
     """
 
     config: BlockHeadConfig
     layer: ClassVar[Callable[..., BlockLayer]] = BlockLayer
     first_row: ClassVar[int] = 1
+    corrector: ClassVar[str | None] = None
 
     def __init__(self, config: BlockHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         c = config

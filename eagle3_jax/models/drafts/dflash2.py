@@ -67,6 +67,7 @@ class DFlash2(DFlash):
     """The DFlash2 head; `predecessors` [V, rank] by target id, `successors` [draft vocabulary, rank] by draft id."""
 
     layer = ConvolvedLayer
+    corrector = "selector"
     vocabulary_rows = ("lm_head", "successors")
     gathered = ("lm_head", "predecessors", "successors")
 

@@ -22,6 +22,7 @@ class DSpark(DFlash):
     """The DSpark head; `markov_in` [V, rank] by target id, `markov_out` [draft vocabulary, rank] by draft id."""
 
     first_row = 0
+    corrector = "markov"
     gathered = ("lm_head", "markov_in")
     vocabulary_rows = ("lm_head", "markov_out")
 

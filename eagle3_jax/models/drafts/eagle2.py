@@ -57,17 +57,9 @@ class Eagle2Config:
     fc_bias: bool = False
     rope_scaling: Scaling | None = None
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return (final_boundary(self.target_layers),)
-
-    @property
-    def num_aux_layers(self) -> int:
-        return 1
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.hidden_size
+    aux_layers = property(lambda self: (final_boundary(self.target_layers),))
+    num_aux_layers = property(lambda self: 1)
+    target_hidden_size = property(lambda self: self.hidden_size)
 
 
 class Eagle2Head(Head):

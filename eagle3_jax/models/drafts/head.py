@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -15,7 +14,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
-from eagle3_jax.models.drafts.levels import Levels
+from eagle3_jax.models.drafts.levels import Recurrent, Rows
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.models.target import ModelConfig, TargetModel
 
@@ -109,7 +108,7 @@ class Head(nnx.Module):
         cache: KVCache,
         *,
         greedy: bool | Bool[Array, ""],
-    ) -> Levels:
+    ) -> Recurrent | Rows:
         """Begins to draft a tree behind the committed pairs.
 
         Args:
@@ -172,45 +171,6 @@ class Head(nnx.Module):
         return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
 
 
-class Recurrent(Levels):
-    """Each level is a pass of the head over the frontier."""
-
-    def __init__(
-        self,
-        head: Head,
-        embed: Float[Array, "v e"] | Quantised,
-        draft_state: Float[Array, "b h"],
-        this: Pass,
-        cache: KVCache,
-    ) -> None:
-        self.cache, self._head, self._embed, self._this = cache, head, embed, this
-        self._states, self._depth = draft_state[:, None], 0
-        self._seen: Bool[Array, "b m t"] | None = None
-
-    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
-        """See `Levels`."""
-        (batch, k), before = tokens.shape, self._states
-        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
-        if self._seen is None:
-            features, self._seen = jnp.broadcast_to(before, (batch, k, before.shape[-1])), own
-        else:
-            features = jnp.take_along_axis(before, parents[:, :, None], axis=1)
-            above = jnp.take_along_axis(self._seen, parents[:, :, None], axis=1)
-            self._seen = jnp.concatenate([above, own], axis=-1)
-        positions = jnp.broadcast_to((self._this.lengths + self._depth)[:, None], (batch, k))
-        this = dataclasses.replace(self._this, positions=positions, tail_mask=self._seen)
-        self._states, self.cache = self._head.feed(self._embed, tokens, features, this, self.cache)
-        self._depth += 1
-
-    def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
-        """See `Levels`."""
-        return self._head.top_k(self._states, k)
-
-    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
-        """See `Levels`."""
-        return self._head.logits(self._states)
-
-
 @dataclasses.dataclass(frozen=True)
 class ShapeOfModel:
     """`Head.config` of a draft shaped as a model: the target itself (MTP) or a smaller one.
@@ -222,37 +182,13 @@ class ShapeOfModel:
     model: ModelConfig
     aux_layers: tuple[int, ...] = ()
 
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.hidden_size
-
-    @property
-    def num_key_value_heads(self) -> int:
-        return self.model.num_key_value_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.model.head_dim
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.model.max_position_embeddings
-
-    @property
-    def num_aux_layers(self) -> int:
-        return len(self.aux_layers)
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.hidden_size if self.aux_layers else 0
+    vocab_size = draft_vocab_size = property(lambda self: self.model.vocab_size)
+    hidden_size = property(lambda self: self.model.hidden_size)
+    num_key_value_heads = property(lambda self: self.model.num_key_value_heads)
+    head_dim = property(lambda self: self.model.head_dim)
+    max_position_embeddings = property(lambda self: self.model.max_position_embeddings)
+    num_aux_layers = property(lambda self: len(self.aux_layers))
+    target_hidden_size = property(lambda self: self.hidden_size if self.aux_layers else 0)
 
 
 @jax.tree_util.register_dataclass

@@ -1,25 +1,38 @@
-"""`Levels`: those of a tree that a head drafts, each a pass (`head.Recurrent`), or all one pass (`one_pass.Rows`)."""
+"""The levels of a tree as a head drafts them, from the root's children on, while a program is traced."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.models.cache import KVCache
+from eagle3_jax.kernels.linear.layouts import Quantised
+from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
+from eagle3_jax.models.cache import KVCache, Pass
 
 
-class Levels:
-    """The levels of a tree, from the root's children on, while a program is traced.
+class Recurrent:
+    """Each level is a pass of a `head.Head` over the frontier.
 
     Attributes:
         cache: the head's, with what the levels so far wrote behind the committed entries.
     """
 
-    cache: KVCache
+    def __init__(
+        self,
+        head: Any,
+        embed: Float[Array, "v e"] | Quantised,
+        draft_state: Float[Array, "b h"],
+        this: Pass,
+        cache: KVCache,
+    ) -> None:
+        self.cache, self._head, self._embed, self._this = cache, head, embed, this
+        self._states, self._depth = draft_state[:, None], 0
+        self._seen: Bool[Array, "b m t"] | None = None
 
     def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
         """Goes to the next level.
@@ -28,15 +41,77 @@ class Levels:
             tokens: the frontier's target ids.
             parents: their places in the frontier before.
         """
-        raise NotImplementedError
+        (batch, k), before = tokens.shape, self._states
+        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+        if self._seen is None:
+            features, self._seen = jnp.broadcast_to(before, (batch, k, before.shape[-1])), own
+        else:
+            features = jnp.take_along_axis(before, parents[:, :, None], axis=1)
+            above = jnp.take_along_axis(self._seen, parents[:, :, None], axis=1)
+            self._seen = jnp.concatenate([above, own], axis=-1)
+        positions = jnp.broadcast_to((self._this.lengths + self._depth)[:, None], (batch, k))
+        this = dataclasses.replace(self._this, positions=positions, tail_mask=self._seen)
+        self._states, self.cache = self._head.feed(self._embed, tokens, features, this, self.cache)
+        self._depth += 1
 
     def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
         """Returns log-probabilities and draft ids of the k best children of each node of the frontier, `tokens`."""
-        raise NotImplementedError
+        return self._head.top_k(self._states, k)
 
     def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
         """Returns the logits of the children of the frontier, `tokens`."""
-        raise NotImplementedError
+        return self._head.logits(self._states)
+
+
+class Rows:
+    """Each level is a row of a `one_pass.OnePassHead`, which scores its tokens behind each node of the frontier.
+
+    Args:
+        states: the LM head's inputs, one for each level.
+        k: children of a node.
+        greedy: see `Head.levels`.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        states: Float[Array, "b drafts h"],
+        cache: KVCache,
+        k: int,
+        *,
+        greedy: bool | Bool[Array, ""],
+    ) -> None:
+        self._head, self._states, self.cache, self._row = head, states, cache, 0
+
+        def candidates() -> Any:
+            return head.candidates(states, k)
+
+        def logits() -> Array:
+            return vocabulary_logits(states, head.output_rows)
+
+        if greedy is True:
+            self._candidates = candidates()
+        elif greedy is False:
+            self._logits = logits()
+        else:
+            self._candidates, self._logits = jax.lax.cond(
+                greedy, lambda: (candidates(), unread(logits)), lambda: (unread(candidates), logits())
+            )
+
+    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
+        """See `Recurrent`."""
+        self._row += 1
+
+    def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """See `Recurrent`."""
+        return self._head.best(self._candidates, self._row, tokens, k)
+
+    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
+        """See `Recurrent`."""
+        states, logits = self._states[:, self._row, None], self._logits[:, self._row, None]
+        shape = tokens.shape
+        states, logits = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (states, logits))
+        return self._head.adjusted(logits, states, tokens)
 
 
 def unread(made: Callable[[], Any]) -> Any:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.kernels.linear.layouts import Quantised
-from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
+from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k
 from eagle3_jax.models.cache import KVCache, Pass
 from eagle3_jax.models.drafts.head import Head
-from eagle3_jax.models.drafts.levels import Levels, unread
+from eagle3_jax.models.drafts.levels import Rows
 
 
 class OnePassHead(Head):
@@ -73,7 +72,7 @@ class OnePassHead(Head):
         cache: KVCache,
         *,
         greedy: bool | Bool[Array, ""],
-    ) -> Levels:
+    ) -> Rows:
         """See `Head`."""
         states, cache = self.rows(embed, root, state, this, cache, tree.num_steps)
         return Rows(self, states, cache, tree.topk, greedy=greedy)
@@ -98,54 +97,3 @@ class OnePassHead(Head):
         ]
         wider = [tree(nodes, copied) for nodes, copied in ((8, 7), (16, 8), (32, 8))] if wide > 1 else []
         return (*chains, *dict.fromkeys(wider))
-
-
-class Rows(Levels):
-    """Each level is a row of one pass, which scores its tokens behind each node of the frontier.
-
-    Args:
-        states: the LM head's inputs, one for each level.
-        k: children of a node.
-        greedy: see `Head.levels`.
-    """
-
-    def __init__(
-        self,
-        head: OnePassHead,
-        states: Float[Array, "b drafts h"],
-        cache: KVCache,
-        k: int,
-        *,
-        greedy: bool | Bool[Array, ""],
-    ) -> None:
-        self._head, self._states, self.cache, self._row = head, states, cache, 0
-
-        def candidates() -> Any:
-            return head.candidates(states, k)
-
-        def logits() -> Array:
-            return vocabulary_logits(states, head.output_rows)
-
-        if greedy is True:
-            self._candidates = candidates()
-        elif greedy is False:
-            self._logits = logits()
-        else:
-            self._candidates, self._logits = jax.lax.cond(
-                greedy, lambda: (candidates(), unread(logits)), lambda: (unread(candidates), logits())
-            )
-
-    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
-        """See `Levels`."""
-        self._row += 1
-
-    def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
-        """See `Levels`."""
-        return self._head.best(self._candidates, self._row, tokens, k)
-
-    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
-        """See `Levels`."""
-        states, logits = self._states[:, self._row, None], self._logits[:, self._row, None]
-        shape = tokens.shape
-        states, logits = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (states, logits))
-        return self._head.adjusted(logits, states, tokens)

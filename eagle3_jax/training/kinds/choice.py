@@ -1,17 +1,23 @@
-"""The kinds of heads that can be trained, by their names in `draft.kind`."""
+"""The kind of training of each kind of head that is trained (`config.kinds.KINDS`)."""
 
 from __future__ import annotations
 
-from eagle3_jax.config import RunConfig
-from eagle3_jax.models.target import ModelConfig
-from eagle3_jax.training.kinds.block import DFlash2Kind, DFlashKind, DSparkKind
-from eagle3_jax.training.kinds.eagle3 import Eagle3
-from eagle3_jax.training.kinds.kind import Kind
-from eagle3_jax.training.kinds.mtp import Mtp
+import pkgutil
 
-KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in (Eagle3, Mtp, DFlashKind, DSparkKind, DFlash2Kind)}
+from eagle3_jax.config import RunConfig
+from eagle3_jax.config.kinds import KINDS
+from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.training.kinds.kind import Kind
+
+
+def named(name: str) -> type[Kind] | None:
+    """Returns how heads of a kind are trained; None: they are not."""
+    training = KINDS[name].training
+    return None if training is None else pkgutil.resolve_name(training)
 
 
 def kind_of(config: RunConfig, target: ModelConfig) -> Kind:
     """Makes the kind of head that `config.draft` names. Raises ValueError: the target does not fit it."""
-    return KINDS[config.draft.kind].of(config, target)
+    kind = named(config.draft.kind)
+    assert kind is not None, "the config names a kind that is trained"
+    return kind.of(config, target)

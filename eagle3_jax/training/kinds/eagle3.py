@@ -7,19 +7,16 @@ import pathlib
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config.kinds import in_target
 from eagle3_jax.formats import heads
-from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.kinds.kind import Kind, Sums
-from eagle3_jax.training.losses import loss_divisors, states_loss, ttt_loss
+from eagle3_jax.training.losses import states_loss, ttt_loss
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
@@ -34,15 +31,6 @@ class Eagle3(Kind):
     name: ClassVar[str] = "eagle3"
     shape: DraftHeadConfig
 
-    @classmethod
-    def of(cls, config: RunConfig, target: ModelConfig) -> Eagle3:
-        """See `Kind`."""
-        return cls(DraftHeadConfig.for_target(config.draft, target), config.train, seed=config.seed)
-
-    def build(self, rngs: nnx.Rngs) -> DraftHead:
-        """See `Kind`."""
-        return DraftHead(self.shape, dtype=jnp.float32, rngs=rngs)
-
     def new(self, seed: int, rows: Float[Array, "dv h"]) -> DraftHead:
         """Initialises a head by N(0, 0.02) and from the target.
 
@@ -55,18 +43,17 @@ class Eagle3(Kind):
             rows: the target's LM head at the draft vocabulary.
         """
         c, head = self.shape, super().new(seed, rows)
-        head.lm_head[...] = rows.astype(jnp.float32)
         identity = jnp.eye(c.target_hidden_size, c.hidden_size)
         head.fc[...] = head.fc[...].at[-c.target_hidden_size :].add(identity)
         return head
 
     def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
         """See `Kind`; an exported head of EAGLE-3."""
-        if source == MTP:
+        if in_target(source):
             expected = f"the folder of a head, or null, for draft.kind {self.name!r}"
             raise ValueError(f"train.warm_start: got {source!r}, expected {expected}")
         draft = heads.load_draft(source, target=target, dtype=jnp.float32, exact=True)
-        if not isinstance(draft.head, DraftHead):
+        if type(draft.head) is not self.network:
             raise ValueError(f"train.warm_start {source}: got {type(draft.head).__name__}, expected a head of EAGLE-3")
         got, expected = dataclasses.asdict(draft.head.config), dataclasses.asdict(self.shape)
         problems = [
@@ -89,10 +76,6 @@ class Eagle3(Kind):
         begins = round(run.lk_from * self.total_steps)
         lk_decay = jnp.where(step >= begins, LK_DECAY, 0.0) if run.loss == "lk" else None
         return ttt_loss(head, teacher, batch, run, lk_decay, divisors)
-
-    def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
-        """See `Kind`."""
-        return loss_divisors(batch, self.train)
 
     def evaluate(self, head: DraftHead, teacher: Teacher, batch: Batch) -> Sums:
         """See `Kind`."""

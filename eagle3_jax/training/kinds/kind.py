@@ -14,11 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import RunConfig, TrainConfig
+from eagle3_jax.formats import kinds
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.losses import loss_divisors
 
 Sums = dict[str, Array]
 
@@ -29,6 +31,7 @@ class Kind(abc.ABC):
 
     Attributes:
         name: the kind's name in `draft.kind`.
+        lives: whether a head that serves learns by it (`serve.adapt`).
         shape: config of the head.
         train: options of the training.
         total_steps: steps of the training, for schedules of the loss.
@@ -36,19 +39,27 @@ class Kind(abc.ABC):
     """
 
     name: ClassVar[str]
+    lives: ClassVar[bool] = True
     shape: Any
     train: TrainConfig
     total_steps: int = 0
     seed: int = 0
 
     @classmethod
-    @abc.abstractmethod
     def of(cls, config: RunConfig, target: ModelConfig) -> Kind:
         """Makes the kind for a target. Raises ValueError: sizes that the target does not fit."""
+        shape = kinds.named(cls.name).shape
+        assert shape is not None, "the kind is one that is trained"
+        return cls(shape(config.draft, target), config.train, seed=config.seed)
 
-    @abc.abstractmethod
+    @property
+    def network(self) -> Any:
+        """Class of the heads."""
+        return kinds.named(self.name).network
+
     def build(self, rngs: nnx.Rngs) -> Any:
         """Makes a float32 head of this shape, whose parameters are trained and kept in checkpoints."""
+        return self.network(self.shape, dtype=jnp.float32, rngs=rngs)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -79,12 +90,15 @@ class Kind(abc.ABC):
         return chosen
 
     def new(self, seed: int, rows: Float[Array, "dv h"]) -> Any:
-        """Initialises a head.
+        """Initialises a head; an LM head of its own starts as the target's.
 
         Args:
             rows: the target's LM head at the draft vocabulary.
         """
-        return self.build(nnx.Rngs(seed))
+        head = self.build(nnx.Rngs(seed))
+        if hasattr(head, "lm_head"):
+            head.lm_head[...] = rows.astype(jnp.float32)
+        return head
 
     def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
         """Loads the head to begin with.
@@ -115,9 +129,9 @@ class Kind(abc.ABC):
     def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
         """Counts the divisors of a whole batch's loss: with them the losses of its parts add up to it.
 
-        A kind whose divisor depends on its head has none, and refuses `train.accumulate` in `of`.
+        A kind whose divisor depends on its head refuses `train.accumulate` in `of`.
         """
-        raise NotImplementedError
+        return loss_divisors(batch, self.train)
 
     @abc.abstractmethod
     def evaluate(self, head: Any, teacher: Teacher, batch: Batch) -> Sums:
@@ -127,9 +141,9 @@ class Kind(abc.ABC):
         """Returns the trained head as the engine drafts with it.
 
         Args:
-            output_rows: the target's LM head.
-
-        Raises:
-            ValueError: the engine does not draft with this kind.
+            output_rows: the target's LM head, which is the head's where it has none of its own.
         """
-        return Draft(jax.tree.map(jnp.asarray, head), token_ids)
+        head = jax.tree.map(jnp.asarray, head)
+        if not hasattr(head, "lm_head"):
+            head.lm_head = nnx.Param(jnp.asarray(output_rows, head.dtype))
+        return Draft(head, token_ids)

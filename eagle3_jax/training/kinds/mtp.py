@@ -16,15 +16,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.config import RunConfig
 from eagle3_jax.formats import mtp
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft, ShapeOfModel
 from eagle3_jax.models.drafts.mtp import MtpHead
-from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.kinds.kind import Kind, Sums
-from eagle3_jax.training.losses import loss_divisors, states_loss
+from eagle3_jax.training.losses import states_loss
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
@@ -34,12 +32,8 @@ class Mtp(Kind):
     """An MTP layer; `train.warm_start: mtp` begins with the one in the target's checkpoint."""
 
     name: ClassVar[str] = "mtp"
+    lives: ClassVar[bool] = False
     shape: ShapeOfModel
-
-    @classmethod
-    def of(cls, config: RunConfig, target: ModelConfig) -> Mtp:
-        """See `Kind`."""
-        return cls(mtp.abstract(target, jnp.float32, "draft.kind").config, config.train, seed=config.seed)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -58,10 +52,10 @@ class Mtp(Kind):
 
     def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
         """See `Kind`; `source` is "mtp"."""
-        if source != mtp.MTP:
-            expected = f"'{mtp.MTP}', the target's own layer, or null"
+        if source != self.name:
+            expected = f"{self.name!r}, the target's own layer, or null"
             raise ValueError(f"train.warm_start: got {str(source)!r}, expected {expected} for draft.kind {self.name!r}")
-        draft = mtp.load(target, jnp.float32)
+        draft = mtp.MTP.load(None, target, jnp.float32)
         head = jax.tree.map(lambda x: x, draft.head)
         del head.lm_head
         return Draft(head, draft.token_ids)
@@ -78,10 +72,6 @@ class Mtp(Kind):
         states = self._states(head, teacher, batch, self.train.remat)
         return states_loss(None, states, teacher, batch, self.train, None, divisors)
 
-    def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
-        """See `Kind`."""
-        return loss_divisors(batch, self.train)
-
     def evaluate(self, head: MtpHead, teacher: Teacher, batch: Batch) -> Sums:
         """See `Kind`."""
         states = self._states(head, teacher, batch, False)
@@ -91,11 +81,3 @@ class Mtp(Kind):
     def _states(self, head: MtpHead, teacher: Teacher, batch: Batch, remat: bool) -> Float[Array, "steps b t h"]:
         fed = dataclasses.replace(batch, aux=batch.last_hidden)
         return training_time_test(head, teacher.embed, fed, self.train.ttt_steps, remat)
-
-    def draft(
-        self, head: MtpHead, output_rows: Float[Array | np.ndarray, "v h"], token_ids: Int[Array, " dv"]
-    ) -> Draft:
-        """See `Kind`."""
-        whole = jax.tree.map(jnp.asarray, head)
-        whole.lm_head = nnx.Param(jnp.asarray(output_rows, whole.dtype))
-        return Draft(whole, token_ids)

@@ -17,11 +17,11 @@ from tiny_blocks import DRAFT_VOCAB, HIDDEN, VOCAB, make_block_head
 
 from eagle3_jax.decoding.load import load_models
 from eagle3_jax.formats import heads
-from eagle3_jax.formats.blocks.kinds import DFLASH, DFLASH2, DSPARK, KINDS, BlockKind
-from eagle3_jax.formats.blocks.stored import StoredBlockHead, from_head, to_head
-from eagle3_jax.formats.compatibility import block_table, cannot_run, refusals, served_by
-from eagle3_jax.formats.forms import FORMS
-from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.formats.blocks.compatibility import CPU, ENGINES
+from eagle3_jax.formats.blocks.kinds import DFLASH, DFLASH2, DSPARK, KINDS
+from eagle3_jax.formats.files import DraftFormatError
+from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.stored import StoredKind
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING
 from eagle3_jax.models.drafts.head import Draft
@@ -39,13 +39,14 @@ LLAMA3 = RopeScaling(8.0, 1.0, 4.0, 64)
 KIND = {kind.name: kind for kind in KINDS}
 
 
-def stored(kind: BlockKind, dtype: str = "float32", **changes: Any) -> StoredBlockHead:
+def stored(kind: StoredKind, dtype: str = "float32", **changes: Any) -> StoredHead:
     """A head of this kind, over the whole vocabulary unless told otherwise."""
     options: dict[str, Any] = WHOLE | {"aux_layers": TARGET.aux_layers} | changes
     ids = np.arange(VOCAB) if options["draft_vocab_size"] == VOCAB else IDS
     shape = dataclasses.replace(TARGET, aux_layers=options["aux_layers"])
-    head, problems = from_head(make_block_head(kind.network, **options), ids, shape, dtype, "org/target")
-    assert problems == []
+    draft = Draft(make_block_head(kind.network, **options), jnp.asarray(ids, jnp.int32))
+    head = kind.stored(draft, shape, dtype, "org/target")
+    assert head.problems == ()
     return head
 
 
@@ -54,8 +55,8 @@ def target() -> Target:
     return tiny.make_target(TARGET)
 
 
-def written(folder: pathlib.Path, head: StoredBlockHead, form: str = "vllm") -> pathlib.Path:
-    heads.write(folder, head, form)
+def written(folder: pathlib.Path, head: StoredHead, form: str = "vllm") -> pathlib.Path:
+    head.kind.write(folder, head, form)
     return folder
 
 
@@ -190,10 +191,10 @@ def test_every_bit_comes_back_from_every_form_by_every_other(tmp_path: pathlib.P
     head = stored(KIND[name], "bfloat16", **changes)
     for number, form in enumerate((*forms, forms[0])):
         head = heads.read(written(tmp_path / str(number), head, form))
-        assert isinstance(head, StoredBlockHead) and head.kind is KIND[name]
+        assert head.kind is KIND[name]
     assert head.same(stored(KIND[name], "bfloat16", **changes))
     whole = head.config.draft_vocab_size == VOCAB
-    loaded = to_head(head, target, jnp.bfloat16)
+    loaded = KIND[name].draft(head, target, jnp.bfloat16).head
     original = make_block_head(KIND[name].network, **WHOLE | {"aux_layers": TARGET.aux_layers} | changes)
     found = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(loaded)}
     for path, x in jax.tree_util.tree_leaves_with_path(original):
@@ -204,15 +205,15 @@ def test_every_bit_comes_back_from_every_form_by_every_other(tmp_path: pathlib.P
 def test_the_lm_head_of_the_whole_vocabulary_is_the_targets_own_array(target) -> None:
     rows = target.model.output_rows
     assert isinstance(rows, jax.Array)
-    whole = to_head(stored(DFLASH), target, rows.dtype)
+    whole = DFLASH.draft(stored(DFLASH), target, rows.dtype).head
     assert whole.lm_head[...] is rows
     head = stored(DFLASH, draft_vocab_size=DRAFT_VOCAB)
     bare = dataclasses.replace(head, tensors={k: x for k, x in head.tensors.items() if k != "lm_head.weight"})
-    loaded = to_head(bare, target, jnp.float32)
+    loaded = DFLASH.draft(bare, target, jnp.float32).head
     assert isinstance(loaded.lm_head, nnx.Param)
     np.testing.assert_array_equal(loaded.lm_head[...], np.asarray(rows, np.float32)[IDS])
     with pytest.raises(DraftFormatError, match=r"missing tensor lm_head.weight \[60, 16\]: to use the target's rows"):
-        to_head(stored(DFLASH), TARGET, jnp.float32)
+        DFLASH.draft(stored(DFLASH), TARGET, jnp.float32)
 
 
 @pytest.mark.parametrize("name", KIND)
@@ -224,7 +225,7 @@ def test_a_draft_is_saved_and_loaded(tmp_path: pathlib.Path, target, name: str) 
     assert type(loaded.head) is KIND[name].network
     np.testing.assert_array_equal(loaded.token_ids, draft.token_ids)
     np.testing.assert_array_equal(loaded.head.layers[1].kv[...], head.layers[1].kv[...])
-    with pytest.raises(DraftFormatError, match="token_map: got x.json, expected none: .* vocabulary of its own"):
+    with pytest.raises(DraftFormatError, match="token_map: got x.json, expected none: .* is a draft of D"):
         heads.load_draft(tmp_path / "head", target=target, token_map="x.json")
 
 
@@ -298,8 +299,7 @@ def test_copies_of_the_targets_embeddings_and_lm_head(tmp_path: pathlib.Path, ta
     folder = written(tmp_path / "head", head)
     tiny_heads.alter(folder, {"embed_tokens.weight": embed, "lm_head.weight": rows})
     loaded = heads.read(folder, target)
-    assert isinstance(loaded, StoredBlockHead)
-    assert to_head(loaded, target, target.model.embed.dtype).lm_head[...] is target.model.output_rows
+    assert loaded.kind.draft(loaded, target, target.model.embed.dtype).head.lm_head[...] is target.model.output_rows
     for name, x in (("embed_tokens.weight", embed), ("lm_head.weight", rows)):
         tiny_heads.alter(folder, {name: x + 1})
         with pytest.raises(DraftFormatError, match=f"{name}: got other values than the target's"):
@@ -308,7 +308,7 @@ def test_copies_of_the_targets_embeddings_and_lm_head(tmp_path: pathlib.Path, ta
 
 
 INNER = LAYERS_OF_TARGET
-REFUSED: list[tuple[BlockKind, dict[str, Any], dict[str, Any], str]] = [
+REFUSED: list[tuple[StoredKind, dict[str, Any], dict[str, Any], str]] = [
     (DSPARK, {}, {"markov_head_type": "gated"}, "markov_head_type: got 'gated', expected 'vanilla': the Markov heads"),
     (DSPARK, {}, {"markov_rank": 0}, "markov_rank: got 0, expected an integer from 1 on"),
     (DSPARK, {}, {"confidence_head_with_markov": False}, "confidence_head_with_markov: got False, expected True"),
@@ -374,13 +374,13 @@ def test_full_layers_of_speculators_are_bidirectional_whatever_the_flag_says(tmp
     assert heads.read(folder).same(head)
 
 
-UNABLE: list[tuple[str, BlockKind, dict[str, Any], str]] = [
+UNABLE: list[tuple[str, StoredKind, dict[str, Any], str]] = [
     ("sglang", DFLASH, {"draft_vocab_size": DRAFT_VOCAB}, "as no d2t is read; SGLang (to 0.5.23): ignored"),
     ("vllm", DFLASH2, {"draft_vocab_size": DRAFT_VOCAB}, "as the selector has no d2t; vLLM (to 0.32.0): fails"),
     ("speculators", DFLASH, MIXED, "the form has one causality for all layers; vLLM (to 0.32.0): ignored"),
     ("speculators", DFLASH, {"is_causal": True}, "expected bidirectional full layers, as speculators has them; vLLM"),
     ("sglang", DFLASH, {"rope_scaling": YarnScaling(4.0, 64, attention_factor=1.2)}, "attention_factor: got 1.2"),
-    ("eagle", DFLASH, {}, "head: got a block head, expected an EAGLE-3 head; EAGLE has no block heads"),
+    ("eagle", DFLASH, {}, "head: got a DFlash head, expected an EAGLE-3 head; EAGLE has no DFlash heads"),
 ]
 
 
@@ -388,29 +388,29 @@ UNABLE: list[tuple[str, BlockKind, dict[str, Any], str]] = [
 def test_what_the_forms_engine_cannot_run_is_refused(tmp_path, form, kind, changes, message) -> None:
     head = stored(kind, **changes)
     with pytest.raises(DraftFormatError) as caught:
-        heads.write(tmp_path / "head", head, form)
+        kind.write(tmp_path / "head", head, form)
     assert message in str(caught.value) and f"export.format: got {form!r}, expected " in str(caught.value)
     assert not (tmp_path / "head").exists()
 
 
 def test_engines_that_run_a_head_are_named() -> None:
-    assert served_by(FORMS["eagle3_jax"], stored(DFLASH2, draft_vocab_size=DRAFT_VOCAB)) == "served by eagle3_jax"
-    said = {kind.name: served_by(FORMS["vllm"], stored(kind, layer_types=(FULL,))) for kind in KINDS}
+    assert DFLASH.served_by(stored(DFLASH2, draft_vocab_size=DRAFT_VOCAB), "eagle3_jax") == "served by eagle3_jax"
+    said = {kind.name: DFLASH.served_by(stored(kind, layer_types=(FULL,)), "vllm") for kind in KINDS}
     assert said["dflash"] == "served by SGLang 0.5.23, vLLM 0.32.0, vLLM on a CPU 0.32.0 and later"
     assert said["dspark"] == (
         "served by SGLang 0.5.23, vLLM 0.32.0 and later; not by vLLM on a CPU (to 0.32.0): DSpark fails"
     )
-    several = served_by(FORMS["vllm"], stored(DFLASH))
+    several = DFLASH.served_by(stored(DFLASH), "vllm")
     assert several.endswith("and later; not by vLLM on a CPU (to 0.32.0): several layers ignored")
-    assert refusals(FORMS["vllm"], stored(DFLASH, **MIXED)) == []
-    (said,) = cannot_run("vLLM on a CPU", stored(DFLASH, **MIXED))
+    assert DFLASH.refusals(stored(DFLASH, **MIXED), "vllm") == []
+    (said,) = ENGINES.cannot_run(CPU, stored(DFLASH, **MIXED), "vllm")
     assert said.startswith("layer_types: got ['sliding_attention', 'full_attention'], expected all of one type")
-    assert cannot_run("vLLM on a CPU", stored(DFLASH, **SLIDE)) == []
+    assert ENGINES.cannot_run(CPU, stored(DFLASH, **SLIDE), "vllm") == []
 
 
 def test_the_page_repeats_the_table() -> None:
     page = pathlib.Path(__file__).parents[3] / "docs/export-block-heads.md"
-    assert "\n".join(block_table()) in page.read_text()
+    assert "\n".join(ENGINES.lines("block head")) in page.read_text()
 
 
 def test_another_kind_of_block_head_is_refused_by_its_architecture(tmp_path: pathlib.Path) -> None:

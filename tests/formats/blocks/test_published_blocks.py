@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from eagle3_jax.formats.blocks import config as block_config
-from eagle3_jax.formats.blocks.kinds import KINDS, kind_of
-from eagle3_jax.formats.blocks.tensors import canonical, table
+from eagle3_jax.formats.blocks.kinds import DFLASH, KINDS
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig
 
 PUBLISHED = pathlib.Path(__file__).parents[1] / "published.json"
@@ -26,11 +25,10 @@ SOFTCAP = {"final_logit_softcapping": None, "output_multiplier": None}
 def described(head: dict[str, Any], **changes: Any) -> tuple[str, BlockHeadConfig | None, list[str]]:
     """Kind, shape and problems."""
     problems: list[str] = []
-    kind = kind_of(head["config"])
-    assert kind is not None
+    kind = next(kind for kind in KINDS if block_config.describes(kind.network, head["config"]))
     inner = head["config"].get("dflash_config", {})
     values = head["config"] | {"dflash_config": inner | {k: v for k, v in changes.items() if k in inner}}
-    return kind.name, block_config.read(kind, values, problems), problems
+    return kind.name, block_config.read(kind.network, values, problems), problems
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -62,15 +60,15 @@ def test_a_published_shape(name: str) -> None:
 
 def shapes(name: str) -> dict[str, tuple[int, ...]]:
     _, config, _ = described(HEADS[name], **SOFTCAP)
-    kind = kind_of(HEADS[name]["config"])
-    assert config is not None and kind is not None
-    return {tensor: shape for entry in table(kind, config).values() for tensor, shape in entry.tensors.items()}
+    kind = next(kind for kind in KINDS if block_config.describes(kind.network, HEADS[name]["config"]))
+    assert config is not None
+    return {tensor: shape for entry in kind.table(config).values() for tensor, shape in entry.tensors.items()}
 
 
 def test_a_published_header_names_the_tensors_that_are_read() -> None:
     """DFlash2's, of which a whole header is at hand."""
     head = HEADS["incoai/Muse-Glimmer-30B-DFlash2"]
-    published = {canonical(stored): tuple(shape) for stored, shape in head["tensors"].items()}
+    published = {DFLASH.canonical(stored): tuple(shape) for stored, shape in head["tensors"].items()}
     layer = {stored: shape for stored, shape in published.items() if stored.startswith("layers.0.")}
     for i in range(1, 5):
         published |= {stored.replace("layers.0.", f"layers.{i}."): shape for stored, shape in layer.items()}
@@ -83,11 +81,10 @@ def test_sizes_that_are_known_of_parts() -> None:
     inner = head["config"]["dflash_config"] | {"mask_token_id": 0, "selector_top_k": 16}
     inner |= {"target_layer_ids": [1, 2, 3, 4, 5]}
     problems: list[str] = []
-    kind = kind_of(head["config"])
-    assert kind is not None
-    config = block_config.read(kind, head["config"] | {"dflash_config": inner, "rope_theta": 1e7}, problems)
+    kind = next(kind for kind in KINDS if block_config.describes(kind.network, head["config"]))
+    config = block_config.read(kind.network, head["config"] | {"dflash_config": inner, "rope_theta": 1e7}, problems)
     assert config is not None and problems == []
-    found = {tensor: shape for entry in table(kind, config).values() for tensor, shape in entry.tensors.items()}
+    found = {tensor: shape for entry in kind.table(config).values() for tensor, shape in entry.tensors.items()}
     assert {stored: list(found[stored]) for stored in head["tensors"]} == head["tensors"]
     assert f"{sum(map(math.prod, found.values())) / 1e9:.3f}G" == head["parameters"]
 

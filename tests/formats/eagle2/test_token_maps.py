@@ -14,7 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.formats import token_maps
+from eagle3_jax.formats.eagle2 import token_maps
 from eagle3_jax.models.drafts.head import Draft
 
 IDS = [70000, 3, 12, 255, 256, 65536]

@@ -14,31 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.formats import fields, files
-from eagle3_jax.formats.stored import DraftFormatError, stale_embeddings
+from eagle3_jax.formats.eagle2 import token_maps
+from eagle3_jax.formats.files import DraftFormatError
+from eagle3_jax.formats.kind import DraftKind, Path
+from eagle3_jax.formats.stored import filled, stale_embeddings
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER
 from eagle3_jax.kernels.linear.layouts import dense
-from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.check import tensor_problems
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.rope import read_rope
-from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig
 
 # The architecture's names in SafeAILab's code, SGLang and vLLM.
 _ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 ONLY_EAGLE3 = (f"{LAYER}hidden_norm.weight", "norm.weight", "d2t")
 _FIXED = {"hidden_act": "silu", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
-
-
-def is_eagle2(folder: pathlib.Path) -> bool:
-    """Tells whether a folder holds such a head, by config.json and the names of its tensors."""
-    if not (folder / files.CONFIG).exists() or not may_be_eagle2(files.read_config(folder)):
-        return False
-    tensors, _ = files.read_tensors(folder)
-    return not any(name in tensors for name in ONLY_EAGLE3)
 
 
 def may_be_eagle2(values: dict[str, Any]) -> bool:
@@ -60,48 +53,6 @@ def read_shape(folder: pathlib.Path, target: ModelConfig) -> Eagle2Config:
     if config is None:
         raise DraftFormatError(f"{folder} does not describe a draft head (EAGLE-2):\n  " + "\n  ".join(problems))
     return config
-
-
-def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray | None = None) -> Draft:
-    """Loads the head, with the target's LM head.
-
-    Args:
-        token_ids: target ids of the drafted tokens, ascending; None is the whole vocabulary.
-
-    Raises:
-        DraftFormatError: every problem at once.
-    """
-    tensors, problems = files.read_tensors(folder)
-    values = files.read_config(folder)
-    shape = target.model.config
-    size = shape.vocab_size if token_ids is None else len(token_ids)
-    config = read_config(values, shape.num_hidden_layers, size, "fc.bias" in tensors, problems)
-    if config is not None:
-        for field in ("vocab_size", "hidden_size"):
-            got, wanted = getattr(config, field), getattr(shape, field)
-            problems += [] if got == wanted else [f"{field}: got {got}, expected {wanted}, the target's"]
-        expected = {name: shape for entry in table(config).values() for name, shape in entry.tensors.items()}
-        problems += tensor_problems(tensors, expected, {EMBEDDINGS: (shape.vocab_size, shape.hidden_size)})
-    problems += stale_embeddings(tensors, target)
-    rows = dense(target.model.output_rows)
-    if not isinstance(rows, jax.Array):
-        problems.append("the target's LM head: not loaded, expected a target that is loaded whole")
-    if problems:
-        raise DraftFormatError(f"{folder} does not hold a usable draft head (EAGLE-2):\n  " + "\n  ".join(problems))
-    assert config is not None and isinstance(rows, jax.Array)
-    entries = table(config)
-
-    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = parameter_path(path)
-        if name == "lm_head":
-            return (rows if token_ids is None else rows[token_ids]).astype(leaf.dtype)
-        entry = entries[name]
-        value = entry.whole(*(tensors[tensor] for tensor in entry.tensors))
-        return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
-
-    head = jax.tree_util.tree_map_with_path(read, shapes_of(lambda rngs: Eagle2Head(config, dtype=dtype, rngs=rngs)))
-    ids = np.arange(shape.vocab_size) if token_ids is None else token_ids
-    return Draft(head, jnp.asarray(ids, jnp.int32))
 
 
 def read_config(
@@ -143,3 +94,48 @@ def table(config: Eagle2Config) -> dict[str, Entry]:
         "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
     }
     return entries | ({"fc_bias": plain("fc.bias", h)} if c.fc_bias else {})
+
+
+def _is_mine(folder: pathlib.Path, values: dict[str, Any]) -> bool:
+    if not may_be_eagle2(values):
+        return False
+    tensors, _ = files.read_tensors(folder)
+    return not any(name in tensors for name in ONLY_EAGLE3)
+
+
+class _Eagle2(DraftKind):
+    def load(self, folder: pathlib.Path | None, target: Target, dtype: Any, token_map: Path | None = None) -> Draft:
+        """See `DraftKind`. Raises DraftFormatError with every problem at once."""
+        assert folder is not None
+        tensors, problems = files.read_tensors(folder)
+        values, shape = files.read_config(folder), target.model.config
+        ids = np.arange(shape.vocab_size) if token_map is None else token_maps.read(token_map, shape.vocab_size)
+        config = read_config(values, shape.num_hidden_layers, len(ids), "fc.bias" in tensors, problems)
+        if config is not None:
+            for field in ("vocab_size", "hidden_size"):
+                got, wanted = getattr(config, field), getattr(shape, field)
+                problems += [] if got == wanted else [f"{field}: got {got}, expected {wanted}, the target's"]
+            expected = {name: shape for entry in table(config).values() for name, shape in entry.tensors.items()}
+            problems += tensor_problems(tensors, expected, {EMBEDDINGS: (shape.vocab_size, shape.hidden_size)})
+        problems += stale_embeddings(tensors, target)
+        rows = dense(target.model.output_rows)
+        if not isinstance(rows, jax.Array):
+            problems.append("the target's LM head: not loaded, expected a target that is loaded whole")
+        if problems or config is None:
+            expected = f"does not hold a usable draft head ({self.label})"
+            raise DraftFormatError(f"{folder} {expected}:\n  " + "\n  ".join(problems))
+        assert isinstance(rows, jax.Array)
+        rows = rows if token_map is None else rows[ids]
+        return Draft(filled(self.network, config, dtype, table(config), tensors, rows), jnp.asarray(ids, jnp.int32))
+
+
+EAGLE2 = _Eagle2(
+    name="eagle2",
+    label="EAGLE-2",
+    network=Eagle2Head,
+    method="eagle",
+    algorithm="EAGLE",
+    is_mine=_is_mine,
+    needs_weights=True,
+    token_map=token_maps.locate,
+)

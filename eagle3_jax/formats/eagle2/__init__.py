@@ -1,0 +1,1 @@
+"""Heads of EAGLE and EAGLE-2 on disk, and the token maps that cut their vocabulary."""
