@@ -128,7 +128,7 @@ def test_programs_compiled_ahead_fit_the_state_on_a_mesh(toy):
     engine.warm_up(progress=False)
     compiled, params = engine.stats().programs, SamplingParams(max_tokens=20)
     got = [engine.generate([prompt], params)[0].token_ids for prompt in ([1, 2, 3], [4] * 20)]
-    assert engine.stats().programs == compiled == engine.stats().ready_programs == 3
+    assert engine.stats().programs == compiled == engine.stats().ready_programs == 4
     plain = make(toy, None)
     assert got == [answer.token_ids for answer in plain.generate([[1, 2, 3], [4] * 20], params)]
 
