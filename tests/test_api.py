@@ -73,10 +73,8 @@ def _public_callables():
 
 @pytest.mark.parametrize(("name", "function"), [pytest.param(*x, id=x[0]) for x in _public_callables()])
 def test_every_argument_of_a_public_function_has_an_entry(name, function):
-    text = inspect.getdoc(function) or ""
     arguments = set(inspect.signature(function).parameters) - {"self"}
-    assert _entries(text, "Args") == arguments, name
-    assert re.match(r"[A-Z][a-z]+s\b", text), "a verb in the third person"
+    assert _entries(inspect.getdoc(function) or "", "Args") == arguments, name
 
 
 @pytest.mark.parametrize("name", [x for x in eagle3_jax.__all__ if dataclasses.is_dataclass(getattr(eagle3_jax, x))])

@@ -1,4 +1,4 @@
-"""The pages: links, named files and tests, length, the site. `test_readme.py` has their commands and their Python."""
+"""The pages: links, named files and tests, the site. `test_readme.py` has their commands and their Python."""
 
 import ast
 import dataclasses
@@ -113,37 +113,6 @@ def test_tests_that_are_named_are_there():
     for document in PROSE:
         named = re.findall(r"`(test_\w+(?:\.py)?)`", document.read_text())
         assert [test for test in named if test not in there and test not in files] == [], document
-
-
-def sentences(text):
-    """Of paragraphs and lists; code, tables and headings are left out, and what is marked as code is one word."""
-    text = re.sub(r"^ *```.*?^ *```\n", "\n", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^(?:    .*|\|.*|#.*)$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^ *(?:[-*]|\d+\.) ", "\n", text, flags=re.MULTILINE)
-    text = re.sub(r"`[^`]+`", "CODE", text)
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    for paragraph in re.split(r"\n\s*\n", text):
-        yield from re.split(r"(?<=[.!?])[)*]*\s+(?=[A-Z(*\"0-9]|vLLM|pip|sglang|gpt)", " ".join(paragraph.split()))
-
-
-@pytest.mark.parametrize("document", PROSE, ids=name)
-def test_sentences_are_short(document):
-    words = {sentence: len(re.findall(r"\S*\w\S*", sentence)) for sentence in sentences(document.read_text())}
-    assert {sentence: count for sentence, count in words.items() if count > 30} == {}
-
-
-def test_a_long_sentence_is_found():
-    text = "Short. " + "Word" + " word" * 30 + " end.\n\n    code " + "word " * 40 + "\n\n| " + "word " * 40 + "|\n"
-    assert [len(sentence.split()) for sentence in sentences(text) if sentence] == [1, 32]
-
-
-@pytest.mark.parametrize("document", PAGES, ids=name)
-def test_pages_are_short(document):
-    assert document.name == "benchmarks.md" or len(document.read_text().splitlines()) <= 120
-
-
-def test_the_glossary_is_short():
-    assert len(re.findall(r"^\| (?!term|-)", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)) <= 15
 
 
 @pytest.mark.parametrize("picture", sorted(ROOT.glob("docs/*.svg")), ids=name)

@@ -140,26 +140,3 @@ def test_shares_are_the_whole_once(monkeypatch, capsys):
 def test_a_share_is_a_part_of_a_whole(text):
     with pytest.raises(argparse.ArgumentTypeError, match=f"got '{text}', expected I/N"):
         mutants.read_share(text)
-
-
-@pytest.mark.slow
-def test_a_whole_file_a_test_and_one_case_of_it_are_told_apart(tmp_path):
-    folder = tmp_path / "0"
-    folder.mkdir()
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "test_one.py").write_text(
-        "import pytest\n"
-        "def test_sound(): pass\n"
-        "@pytest.mark.parametrize('x', [0, 1])\n"
-        "def test_in_part(x): assert x\n"
-        "def test_skipped(): pytest.skip()\n"
-    )
-    (folder / "test_two.py").write_text("def test_sound(): pass\n")
-    one = ["test_sound", "test_in_part", "test_in_part[0]", "test_in_part[1]", "test_skipped"]
-    sound = mutants.run_sound(folder, ["test_one.py", *(f"test_one.py::{name}" for name in one), "test_two.py"])
-    assert [test for test, found in sound.items() if not found.problem] == [
-        "test_one.py::test_sound",
-        "test_one.py::test_in_part[1]",
-        "test_two.py",
-    ]
-    assert "not run" in sound["test_one.py::test_skipped"].problem

@@ -46,11 +46,6 @@ def commands() -> list[str]:
     return sorted(set(found))
 
 
-def test_there_are_commands():
-    assert any("quickstart.sh" in command for command in commands())
-    assert any("eagle3_jax.train" in command for command in commands())
-
-
 def understand_script(script: str, arguments: list[str]) -> None:
     """What `bash script arguments` would refuse. Raises AssertionError."""
     assert (ROOT / script).is_file(), script
@@ -75,36 +70,6 @@ def understand_script(script: str, arguments: list[str]) -> None:
             assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text), f"{word}: not a flag of {script}"
         elif word.endswith(".yaml"):
             assert (ROOT / word).is_file(), word
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "tools/hello.sh --draft lookup",
-        "tools/recipe.sh configs/smollm2_135m.yaml",
-        "tools/test.sh fast",
-        "tools/tpu_vm.sh install --name head --zone us-west4-a --dry-run",
-    ],
-)
-def test_a_right_line_is_understood(line):
-    understand_script(line.split()[0], line.split()[1:])
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "tools/hallo.sh",
-        "tools/hello.sh --drafts lookup",
-        "tools/recipe.sh configs/smollm2.yaml",
-        "tools/test.sh quick",
-        "tools/tpu_vm.sh create --nmae head --zone us-west4-a --type v6e-8",
-        "tools/tpu_vm.sh create --name head --zone us-west4-a --type v6e-12",
-        "tools/tpu_vm.sh train --name head --zone us-west4-a --config configs/nothing.yaml",
-    ],
-)
-def test_a_wrong_line_is_not(line):
-    with pytest.raises(AssertionError):
-        understand_script(line.split()[0], line.split()[1:])
 
 
 # Configs of a user's own, in the pages' commands -> one that is here.
@@ -237,22 +202,6 @@ def test_a_page_can_be_followed_in_a_clone(walk, tmp_path, monkeypatch):
     assert lines
     monkeypatch.chdir(clone_into(tmp_path))
     follow(lines)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "-m eagle3_jax.prepare --config configs/smollm2_135m.yaml",  # its prompts do not come with it
-        "-m eagle3_jax.train --config configs/quickstart.yaml",  # nothing was extracted
-        "-m eagle3_jax.evaluate --config configs/quickstart.yaml --prompts prompts.jsonl --output report.json",
-        "-m eagle3_jax.prepare --config configs/quickstart.yaml --prepare.held_aut 0.1",
-        "tools/no_such_file.py",
-    ],
-)
-def test_a_page_that_cannot_be_followed_is_found(line, tmp_path, monkeypatch):
-    monkeypatch.chdir(clone_into(tmp_path))
-    with pytest.raises((AssertionError, SystemExit, subprocess.CalledProcessError)):
-        follow(shell_lines(f"Text:\n\n    .venv/bin/python {line}\n"))
 
 
 # So little of the quickstart that its page can be followed in minutes.

@@ -125,7 +125,7 @@ def test_a_small_run_fits(small, tmp_path, fit):
     assert parts <= rounds["arguments"] <= 1.1 * parts
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_whose_head_learns_on_two_chips(small, tmp_path, fit):
     ring = ("--serve.adapt.ring-tokens", "512", "--serve.adapt.row-length", "128")
     sizes = ("--serve.batch-size", "2", "--serve.max-length", "256", *ring)
