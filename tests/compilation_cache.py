@@ -18,8 +18,6 @@ import tempfile
 import types
 from typing import Any
 
-import jax
-
 FOLDER = "EAGLE3_TEST_CACHE"
 _MOST_BYTES = 6 * 2**30
 
@@ -64,6 +62,7 @@ def use(flags: str) -> None:
     Args:
         flags: XLA's, all of them; JAX's own key misses those that are taken out of the environment.
     """
+    import jax
     from jax._src import compilation_cache, lru_cache
 
     write_entries_atomically(lru_cache)

@@ -1,13 +1,15 @@
 """What holds for all tests: eight virtual CPU devices, one compute thread per xdist worker, a compiler for TPUs.
 
-All of it is set before JAX is first used. A variable that is already set wins, so that the same tests can run on an
+JAX is set so when a test first imports it. A variable that is already set wins, so that the same tests can run on an
 accelerator: `JAX_PLATFORMS=cuda pytest`. Each test has a time limit (pytest-timeout), property tests draw the same
 examples in every run, and a skip that `allowed_skips.toml` does not list fails the run. What was compiled is kept for
 the next run (`compilation_cache.py`); `--cold` compiles all of it anew.
 """
 
 import fnmatch
+import functools
 import gc
+import importlib.machinery
 import importlib.metadata
 import itertools
 import os
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import warnings
 
 # Most of the time goes to compiling, and a test runs what it compiled once: no LLVM optimizer, one LLVM module for a
 # program and, where they take half of the time, no fusion emitters. `XLA_FLAGS=` in the environment is a user's.
@@ -44,30 +47,55 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads of o
     for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC"):
         os.environ.setdefault(_name, "1")
 
-import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-# A silent cast (float32 meets bfloat16) or broadcast ([t] meets [b, t]) is an error, in the package and in tests.
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
 # libtpu reads XLA_FLAGS too, and ends the process at a flag that it does not know: CPUs are started here, by theirs.
 # xdist's workers inherit what is left of them, and find all of them beside it.
 _FLAGS = os.environ.setdefault("EAGLE3_TEST_XLA_FLAGS", os.environ.get("XLA_FLAGS", "")).split()
 os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
-_OF_CPUS = [flag for flag in _FLAGS if flag.startswith("--xla_cpu_")]
-if _OF_CPUS:
-    jax.devices("cpu")
-    os.environ["XLA_FLAGS"] = " ".join(flag for flag in _FLAGS if flag not in _OF_CPUS)
+
+
+def _prepare_jax() -> None:
+    import jax
+    from jax._src.pallas.mosaic import tpu_info
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    # A silent cast (float32 meets bfloat16) or broadcast ([t] meets [b, t]) is an error, in the package and in tests.
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    of_cpus = [flag for flag in _FLAGS if flag.startswith("--xla_cpu_")]
+    if of_cpus:
+        jax.devices("cpu")
+        os.environ["XLA_FLAGS"] = " ".join(flag for flag in _FLAGS if flag not in of_cpus)
+    # Pallas' pipelines ask for the tiling of the chip, and for a CPU, where tests interpret kernels, JAX knows none.
+    tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
+    compilation_cache.use(" ".join(_FLAGS))
+
+
+class _WithJax(importlib.machinery.PathFinder):
+    """Prepares JAX when a test first imports it: xdist's main process, and tests that need none, go without."""
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        spec = super().find_spec(fullname, path, target) if fullname == "jax" else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_prepare(module):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    execute(module)
+                    _prepare_jax()
+
+            spec.loader.exec_module = execute_and_prepare
+        return spec
+
+
+assert "jax" not in sys.modules
+sys.meta_path.insert(0, _WithJax)
 
 import array_annotations  # noqa: F401  # before the package is imported
 import compilation_cache
 import hypothesis
 import pytest
-from jax._src.pallas.mosaic import tpu_info
-
-# Pallas' pipelines ask for the tiling of the chip, and for a CPU, where tests interpret kernels, JAX knows none.
-tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
 
 # The same examples in every run; the first that fails is shown as it was drawn, since shrinking one that compiles takes
 # many minutes. `tools/test.sh long` draws new ones (--hypothesis-profile=long).
@@ -143,7 +171,6 @@ def pytest_configure(config):
             config.stash[_COLD] = tempfile.mkdtemp(prefix="eagle3-jax-tests-")
             os.environ[compilation_cache.FOLDER] = config.stash[_COLD]
         compilation_cache.prune()
-    compilation_cache.use(" ".join(_FLAGS))
 
 
 @pytest.hookimpl(trylast=True)
@@ -162,7 +189,7 @@ def pytest_runtest_teardown(nextitem):
     if next(_tests_done) % _COUNT_EVERY or not _MAPPINGS.exists():
         return
     if _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
-        jax.clear_caches()
+        sys.modules["jax"].clear_caches()
         gc.collect()
 
 
@@ -175,12 +202,46 @@ def collected(request):
     return request.config.stash[_COLLECTED]
 
 
+@functools.cache
+def _text_of(path: pathlib.Path) -> str:
+    return path.read_text()
+
+
+def _group_of(path: pathlib.Path) -> str:
+    """Files that one worker runs, one after the other: they use the same run, or trace the same programs."""
+    if "whole_run" in _text_of(path):
+        return "whole_run"
+    return "decoding" if "decoding" in path.parts and "toy" in _text_of(path) else str(path)
+
+
+def _order_of(path: pathlib.Path) -> tuple[int, int, int]:
+    """Large groups come first and files of quick tests last, so that both workers end together."""
+    text, group = _text_of(path), _group_of(path)
+    rank = {"whole_run": 0, "decoding": 1}.get(group, 2)
+    # Whoever clears JAX's caches makes the tests behind it trace anew.
+    return rank, "jax.clear_caches()" in text, -text.count("mark.slow") if rank == 2 else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `--dist loadscope` a scope is a group of files, see `_group_of`."""
+    if config.option.dist != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return _group_of(config.rootpath / nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     config.stash[_COLLECTED] = frozenset(item.nodeid for item in items)
     yield  # what `-m` and `-k` leave out
-    # First of all: then one worker makes the run while the other has the rest to do, and none waits.
-    items.sort(key=lambda item: "whole_run" not in getattr(item, "fixturenames", ()))
+    items.sort(key=lambda item: _order_of(item.path))
     if config.pluginmanager.hasplugin("timeout"):  # `tools/test.sh` requires it
         for item in items:
             if item.get_closest_marker("timeout") is None:

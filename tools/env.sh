@@ -15,7 +15,7 @@ LEAST=${LEAST:-11} # of Python 3
 EVERY_ANNOTATION=--jaxtyping-packages=eagle3_jax,beartype.beartype
 # pytest for every script: time limits, reasons of skips, two workers, the twenty slowest tests.
 # shellcheck disable=SC2034
-PYTEST=(python -m pytest -p timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20)
+PYTEST=(python -m pytest -p timeout --timeout-method thread -n 2 --dist loadscope -q -rs --durations 20)
 
 # Process that tells a log every 15 seconds that work goes on.
 BEAT=""
