@@ -52,5 +52,5 @@ def test_training_is_specforge_s_and_speculators_(peers):
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = [line for line in ended.stdout.splitlines() if line.startswith(("specforge", "speculators"))]
-    exact, controls = 2 + 3 + 4, 2 * 3 + 7 + 1 + 9 + 6 + 1 + 9 + 8  # EAGLE-3, SpecForge's blocks, speculators'
+    exact, controls = 2 + 3 + 4, 2 * 2 + 3 + 2 + 4 + 2 + 2 + 3 + 2  # EAGLE-3, SpecForge's blocks, speculators'
     assert len(rows) == exact + controls

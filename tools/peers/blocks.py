@@ -15,11 +15,9 @@ Not comparable: D-PACE of speculators' DSpark and DFlash2, which weighs each ter
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -42,9 +40,6 @@ from peers.common import SIZES, Data, Found, difference, gradients, shape, tenso
 DOCUMENTS, LENGTH, BLOCK, ANCHORS = 2, 64, 8, 32  # anchors of one document
 DECAY, ALPHA, WINDOW = 4.0, 0.5, 12
 
-# Edits the peer's draft model, or its functions by patches that the stack takes back.
-Edit = Callable[[Any, contextlib.ExitStack], None]
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -53,17 +48,14 @@ class Case:
     Attributes:
         draft_vocab_size: 512 is the target's. window: of the second layer, in tokens; None: full attention.
         distance: weight of DSpark's L1 distance.
-        edit: the mistake.
     """
 
     peer: str
     kind: type[DFlash]
-    mistakes: tuple[str, ...]
     loss: BlockLossConfig
     draft_vocab_size: int = 512
     window: int | None = None
     distance: float = 0.9
-    edit: Edit = lambda draft, stack: None
 
     @property
     def config(self) -> BlockHeadConfig:
@@ -166,20 +158,21 @@ def specforge(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors:
     if spark:
         options |= {"dspark_l1_loss_alpha": case.distance}
     else:
-        options |= {"loss_type": {"d-pace": "dpace", "decay": "dflash"}[case.loss.weights], "dpace_alpha": ALPHA}
+        options |= {
+            "loss_type": {"d-pace": "dpace", "decay": "dflash"}[case.loss.weights],
+            "dpace_alpha": case.loss.alpha,
+        }
     online = family.OnlineDSparkModel if spark else family.OnlineDFlashModel
     model = online(draft, lm_head, embed, c.mask_token_id, BLOCK, **options)
     model._sample_anchor_positions = lambda *_: (torch_of(anchors.at).long(), torch_of(anchors.valid))
     last_hidden = (torch.from_numpy(data.last_hidden),) if spark else ()
-    with contextlib.ExitStack() as stack:
-        case.edit(draft, stack)
-        loss, *_ = model(
-            torch.from_numpy(data.token_ids).long(),
-            torch.from_numpy(data.aux),
-            torch.from_numpy(data.loss_mask),
-            *last_hidden,
-        )
-        loss.backward()  # runs parts of the loss again
+    loss, *_ = model(
+        torch.from_numpy(data.token_ids).long(),
+        torch.from_numpy(data.aux),
+        torch.from_numpy(data.loss_mask),
+        *last_hidden,
+    )
+    loss.backward()
     return {"loss": loss.detach().numpy()}, gradients(draft)
 
 
@@ -222,10 +215,8 @@ def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchor
     if case.kind is DSpark:
         mask = np.pad(mask[:, 1:], ((0, 0), (0, 1)))
     batch = batch_of(case, data)
-    with contextlib.ExitStack() as stack:
-        select = functools.partial(mock.patch.object, core, "select_anchors")
-        stack.enter_context(select(lambda *_: (torch_of(anchors.at)[0].long(), torch_of(anchors.valid)[0])))
-        case.edit(model, stack)
+    drawn = torch_of(anchors.at)[0].long(), torch_of(anchors.valid)[0]
+    with mock.patch.object(core, "select_anchors", lambda *_: drawn):
         _, loss, _ = model(
             torch_of(batch.aux),
             torch_of(batch.token_ids).long(),
@@ -237,7 +228,7 @@ def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchor
             gamma=case.loss.decay,
             max_anchors=anchors.at.shape[1],
             per_position_loss_weight={"d-pace": "dpace", "decay": "fixed-exp-decay"}[case.loss.weights],
-            dpace_alpha=ALPHA,
+            dpace_alpha=case.loss.alpha,
             **options,
         )
         loss.backward()
@@ -262,135 +253,34 @@ def torch_of(x: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(x))
 
 
-# ------------------------------------------------------------------------------------------------------- the mistakes
-def scale_values(draft: Any, stack: contextlib.ExitStack) -> None:
-    draft.layers[0].self_attn.v_proj.weight.data *= 1.001  # a scale of the keys is lost in their norm
-
-
-def rotate_one_row_on(draft: Any, stack: contextlib.ExitStack) -> None:
-    rotate = draft.rotary_emb.forward
-
-    def moved(x: torch.Tensor, positions: torch.Tensor) -> Any:
-        context = DOCUMENTS * LENGTH // len(positions)
-        return rotate(x, positions + (torch.arange(positions.shape[1]) >= context))
-
-    draft.rotary_emb.forward = moved
-
-
-def norm_context(draft: Any, stack: contextlib.ExitStack) -> None:
-    def normed(layer: Any, attention: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        return arguments, named | {"target_hidden": layer.input_layernorm(named["target_hidden"])}
-
-    for layer in draft.layers:
-        layer.self_attn.register_forward_pre_hook(functools.partial(normed, layer), with_kwargs=True)
-
-
-def with_mask(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Edit:
-    """Makes the mistake that changes the visible places, bool [b, 1, rows, context + rows], given the context."""
-
-    def edit(draft: Any, stack: contextlib.ExitStack) -> None:
-        def changed(attention: Any, arguments: Any, named: dict[str, Any]) -> Any:
-            mask = named["attention_mask"]
-            logical = mask.dtype == torch.bool
-            visible = change(mask if logical else mask == 0, mask.shape[-1] - mask.shape[-2])
-            new = visible if logical else torch.zeros_like(mask).masked_fill_(~visible, -torch.inf)
-            return arguments, named | {"attention_mask": new}
-
-        for layer in draft.layers:
-            layer.self_attn.register_forward_pre_hook(changed, with_kwargs=True)
-
-    return edit
-
-
-def causal(visible: torch.Tensor, context: int) -> torch.Tensor:
-    rows, places = torch.arange(visible.shape[-2])[:, None], torch.arange(visible.shape[-1])[None]
-    return visible & (places - context <= rows)
-
-
-def anchor_too(visible: torch.Tensor, context: int) -> torch.Tensor:
-    seen = visible[..., :context]
-    later = torch.nn.functional.pad(seen[..., :-1], (1, 0))
-    return torch.cat([seen | later, visible[..., context:]], dim=-1)
-
-
-def preceding_of_another_row(draft: Any, stack: contextlib.ExitStack) -> None:
-    draft.markov_head.markov_w1.register_forward_pre_hook(lambda _, ids: (ids[0].roll(1, dims=-1),))
-
-
-def confidence_of_another_row(draft: Any, stack: contextlib.ExitStack) -> None:
-    draft.confidence_head.register_forward_pre_hook(lambda _, read: (read[0].roll(1, dims=-2),))
-
-
-def no_product(draft: Any, stack: contextlib.ExitStack) -> None:
-    stack.enter_context(mock.patch.object(torch, "cumprod", lambda x, dim: x))
-
-
-def selector_label_of_another_row(draft: Any, stack: contextlib.ExitStack) -> None:
-    from speculators.models.dflash2 import core
-
-    chosen = core.selector_training_candidates
-    moved = functools.partial(mock.patch.object, core, "selector_training_candidates")
-    stack.enter_context(moved(lambda candidates, labels: chosen(candidates, labels.roll(1, dims=-1))))
-
-
-def convolve_all_blocks(draft: Any, stack: contextlib.ExitStack) -> None:
-    from speculators.models.dflash2 import model_definitions
-
-    convolve = model_definitions.grouped_dynamic_conv
-
-    def joined(*arguments: Any, **named: Any) -> torch.Tensor:
-        return convolve(*arguments, **named | {"block_size": len(arguments[0].flatten())})
-
-    stack.enter_context(mock.patch.object(model_definitions, "grouped_dynamic_conv", joined))
-
-
-def changed_loss(**values: Any) -> Callable[[Case], Case]:
-    return lambda case: dataclasses.replace(case, loss=dataclasses.replace(case.loss, **values))
-
-
-def edited(edit: Edit) -> Callable[[Case], Case]:
-    return lambda case: dataclasses.replace(case, edit=edit)
-
-
-MISTAKES: dict[str, Callable[[Case], Case]] = {
-    "": lambda case: case,
-    "v_proj off by 0.1 %": edited(scale_values),
-    "RoPE of the blocks one row on": edited(rotate_one_row_on),
-    "context normed by the input norm": edited(norm_context),
-    "bidirectional mask made causal": edited(with_mask(causal)),
-    "features of the anchor visible": edited(with_mask(anchor_too)),
-    "window one token longer": lambda case: dataclasses.replace(case, window=WINDOW + 1),
-    "D-PACE without the product": edited(no_product),
-    "decay off by 1 %": changed_loss(decay=1.01 * DECAY),
-    "Markov table of the token before": edited(preceding_of_another_row),
-    "confidence of the row before": edited(confidence_of_another_row),
-    "half the distance": lambda case: dataclasses.replace(case, distance=case.distance / 2),
-    "selector label one row off": edited(selector_label_of_another_row),
-    "convolution across blocks": edited(convolve_all_blocks),
-}
-EVERY = tuple(MISTAKES)[:6]
-SPARK = ("decay off by 1 %", "Markov table of the token before", "confidence of the row before", "half the distance")
-SELECTOR = ("decay off by 1 %", "selector label one row off", "convolution across blocks")
 PACE = BlockLossConfig(alpha=ALPHA, on_path=False, block=16)
 DECAYED = BlockLossConfig(weights="decay", decay=DECAY, on_path=False, block=16)
-ALL = DOCUMENTS * LENGTH  # a window
 TRAINERS = {
-    "specforge DFlash, D-PACE": Case(
-        "specforge",
-        DFlash,
-        (*EVERY, "window one token longer", "D-PACE without the product"),
-        PACE,
-        window=WINDOW,
-    ),
-    "specforge DFlash, decay": Case("specforge", DFlash, ("", "decay off by 1 %"), DECAYED),
-    "specforge DSpark": Case("specforge", DSpark, (*EVERY, *SPARK), DECAYED, window=WINDOW),
-    "speculators DFlash, D-PACE": Case("speculators", DFlash, (*EVERY, "D-PACE without the product"), PACE, window=ALL),
-    "speculators DFlash, divergence": Case(
-        "speculators", DFlash, ("", "decay off by 1 %"), dataclasses.replace(DECAYED, soft=True), 128
-    ),
-    "speculators DSpark": Case("speculators", DSpark, (*EVERY, *SPARK), DECAYED, 128),
-    "speculators DFlash2": Case("speculators", DFlash2, (*EVERY, *SELECTOR), DECAYED),
+    "specforge DFlash, D-PACE": Case("specforge", DFlash, PACE, window=WINDOW),
+    "specforge DFlash, decay": Case("specforge", DFlash, DECAYED),
+    "specforge DSpark": Case("specforge", DSpark, DECAYED, window=WINDOW),
+    "speculators DFlash, D-PACE": Case("speculators", DFlash, PACE, window=DOCUMENTS * LENGTH),
+    "speculators DFlash, divergence": Case("speculators", DFlash, dataclasses.replace(DECAYED, soft=True), 128),
+    "speculators DSpark": Case("speculators", DSpark, DECAYED, 128),
+    "speculators DFlash2": Case("speculators", DFlash2, DECAYED),
 }
+SCALED = "v_proj off by 0.1 %"  # a scale of the keys is lost in their norm
+
+
+def mistakes(case: Case) -> dict[str, Case]:
+    """Makes the peer's settings with one mistake each."""
+    found = {SCALED: case}
+    if case.loss.weights == "d-pace":
+        found["alpha off by 10 %"] = dataclasses.replace(case, loss=dataclasses.replace(case.loss, alpha=1.1 * ALPHA))
+    else:
+        found["decay off by 1 %"] = dataclasses.replace(case, loss=dataclasses.replace(case.loss, decay=1.01 * DECAY))
+    if case.window == WINDOW:
+        found["window one token longer"] = dataclasses.replace(case, window=WINDOW + 1)
+    if case.kind is DSpark:
+        found["half the distance"] = dataclasses.replace(case, distance=case.distance / 2)
+    return found
+
+
 PEERS = {"specforge": specforge, "speculators": speculators}
 
 
@@ -402,10 +292,12 @@ def compare(case: Case, seed: int) -> dict[str, dict[str, float]]:
     valid = drawn.valid & (drawn.at < batch.token_ids.shape[1] - BLOCK) if case.packed else drawn.valid
     anchors = Anchors(jnp.where(valid, drawn.at, 0), jnp.where(valid, drawn.first, 0), valid)
     mine, found = ours(case, head, data, anchors), {}
-    for mistake in case.mistakes:
+    for mistake, used in ({"": case} | mistakes(case)).items():
         weights = data.weights(tensors(head, entries(head)))
-        theirs = PEERS[case.peer](MISTAKES[mistake](case), weights, data, anchors)
-        found[mistake] = difference(mine, theirs)
+        if mistake == SCALED:
+            (name,) = (name for name in weights if name.endswith("layers.0.self_attn.v_proj.weight"))
+            weights[name] *= 1.001
+        found[mistake] = difference(mine, PEERS[case.peer](used, weights, data, anchors))
     return found
 
 

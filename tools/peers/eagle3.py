@@ -10,7 +10,6 @@ import functools
 import types
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -25,7 +24,7 @@ from peers.common import SIZES, Data, Found, difference, gradients, shape, tenso
 
 LENGTH, STEPS, DECAY = 96, 5, 0.8
 CONFIG = DraftHeadConfig(draft_vocab_size=128, **SIZES)
-MISTAKES = ("RoPE without the step's +k", "k_proj off by 0.1 %", "mask one position on")
+MISTAKES = ("k_proj off by 0.1 %", "mask one position on")
 
 _loss_and_gradient = jax.jit(jax.value_and_grad(ttt_loss, has_aux=True), static_argnums=3)
 
@@ -45,16 +44,11 @@ def ours(head: DraftHead, data: Data, peer: str) -> Found:
     return {"loss": np.asarray(loss), "steps": np.asarray(sums["cross_entropy"]) / LENGTH}, found
 
 
-def from_zero(positions: torch.Tensor) -> torch.Tensor:
-    """Shifts positions to start at 0, so that every step has those of the first: the mistake in RoPE."""
-    return positions - positions[:, :1]
-
-
 def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Found:
     """Computes loss, step losses and gradients of SpecForge's `OnlineEagle3Model`, the teacher cut to the drafts."""
     from specforge.algorithms.eagle3 import model as eagle3
     from specforge.core import loss as losses
-    from specforge.modeling.draft import LlamaForCausalLMEagle3, llama3_eagle
+    from specforge.modeling.draft import LlamaForCausalLMEagle3
     from specforge.utils import padding
     from transformers import LlamaConfig
 
@@ -67,26 +61,19 @@ def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Fou
     mask, token_ids, aux, last_hidden = map(
         torch.from_numpy, (data.loss_mask, data.token_ids, data.aux, data.last_hidden)
     )
-    if mistake == MISTAKES[2]:
+    if mistake == MISTAKES[1]:
         mask = torch.nn.functional.pad(mask[:, 1:], (0, 1))
-    rotate = llama3_eagle.apply_rotary_pos_emb
-
-    def rotate_as_in_step_0(q: Any, k: Any, cos: Any, sin: Any, positions: torch.Tensor) -> Any:
-        return rotate(q, k, cos, sin, from_zero(positions))
-
-    used = rotate_as_in_step_0 if mistake == MISTAKES[0] else rotate
-    with mock.patch.object(llama3_eagle, "apply_rotary_pos_emb", used):
-        steps, *_ = eagle3.OnlineEagle3Model(model, length=STEPS)(
-            input_ids=padding(token_ids.long(), left=False),
-            attention_mask=torch.ones(token_ids.shape, dtype=torch.long),
-            target=None,
-            loss_mask=mask[..., None],
-            hidden_states=aux,
-            target_hidden_for_compact=padding(last_hidden, left=False),
-            target_head_weight=torch.from_numpy(data.rows),
-        )
-        loss: Any = sum(DECAY**i * step for i, step in enumerate(steps))
-        loss.backward()
+    steps, *_ = eagle3.OnlineEagle3Model(model, length=STEPS)(
+        input_ids=padding(token_ids.long(), left=False),
+        attention_mask=torch.ones(token_ids.shape, dtype=torch.long),
+        target=None,
+        loss_mask=mask[..., None],
+        hidden_states=aux,
+        target_hidden_for_compact=padding(last_hidden, left=False),
+        target_head_weight=torch.from_numpy(data.rows),
+    )
+    loss: Any = sum(DECAY**i * step for i, step in enumerate(steps))
+    loss.backward()
     return {"loss": loss.detach().numpy(), "steps": np.array([float(x.detach()) for x in steps])}, gradients(model)
 
 
@@ -113,11 +100,8 @@ def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> F
     model.verifier_norm = torch.nn.Identity()  # the last hidden states are normed already
     model.verifier_lm_head.weight.data = torch.from_numpy(data.rows[data.draft_tokens])
     mask = torch.from_numpy(data.loss_mask).bool()
-    if mistake == MISTAKES[2]:
+    if mistake == MISTAKES[1]:
         mask = mask.roll(-1, dims=1)
-    if mistake == MISTAKES[0]:
-        rotate = model.rotary_emb.forward
-        model.rotary_emb.forward = lambda x, positions: rotate(x, from_zero(positions))
     _, loss, metrics = model(
         hidden_states=torch.from_numpy(data.aux)[:, :-1],
         input_ids=torch.from_numpy(data.token_ids).long()[:, 1:],
@@ -149,7 +133,7 @@ def compare(peer: str, seed: int) -> dict[str, dict[str, float]]:
     mine, found = ours(head, data, peer), {}
     for mistake in ("", *MISTAKES):
         weights = data.weights(tensors(head, draft_table(CONFIG)))
-        if mistake == MISTAKES[1]:
+        if mistake == MISTAKES[0]:
             weights["midlayer.self_attn.k_proj.weight"] *= 1.001
         numbers, gradient = PEERS[peer](weights, data, mistake)
         found[mistake] = difference(mine, (numbers, {canonical(name): x for name, x in gradient.items()}))
