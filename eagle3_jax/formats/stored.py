@@ -97,11 +97,9 @@ class StoredKind(DraftKind):
             shape = target.model.config if isinstance(target, Target) else target
             if shape is not None:
                 problems += self.misfits(config, shape)
-                depth, expected = found.get("target_layers"), shape.num_hidden_layers
-                if depth not in (None, expected):
-                    problems.append(
-                        f"num_target_layers: got {depth!r}, expected {shape.num_hidden_layers}, the target's"
-                    )
+                depth, layers = found.get("target_layers"), shape.num_hidden_layers
+                if depth not in (None, layers):
+                    problems.append(f"num_target_layers: got {depth!r}, expected {layers}, the target's")
             if isinstance(target, Target):
                 problems += stale_embeddings(tensors, target)
                 if self._shares(config):
@@ -167,7 +165,10 @@ class StoredKind(DraftKind):
             raise DraftFormatError(f"{folder}: the head does not read back the same; is the disk full?")
 
     def refusals(self, head: StoredHead, form: str) -> list[str]:
-        """See `DraftKind`."""
+        """Lists the properties that the form's own engine cannot run, each as field, got, expected, engine and version.
+
+        A target that the engine cannot draft for is no refusal: the head still drafts in this package.
+        """
         if form == EAGLE3_JAX.name:
             return []
         if readers := self.engines.readers.get(form):
@@ -194,7 +195,7 @@ class StoredKind(DraftKind):
 
 
 def filled(
-    network: type[Head], config: Any, dtype: Any, table: Mapping[str, Entry], tensors: Tensors, rows: Array
+    network: Callable[..., Any], config: Any, dtype: Any, table: Mapping[str, Entry], tensors: Tensors, rows: Array
 ) -> Head:
     """Makes a head of its tensors, on the default device; `rows` are its LM head."""
 
