@@ -40,15 +40,15 @@ from eagle3_jax.config import AdaptConfig, RunConfig, run_file
 from eagle3_jax.decoding.adapt import learner
 from eagle3_jax.decoding.adapt.vocabulary import make_move
 from eagle3_jax.decoding.choice import tiers
-from eagle3_jax.decoding.core import PAGE_SIZE
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
+from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES
-from eagle3_jax.decoding.tier import Tier
+from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.extract import hidden_states
 from eagle3_jax.formats import mtp
 from eagle3_jax.formats.eagle2 import heads as eagle2
@@ -248,7 +248,7 @@ def decoding(
         mesh,
         parts,
         also,
-        lambda: programs.decode.trace(models, state, cancelled, None, one, one, greedy, tier=tier),
+        lambda: programs.decode.trace(models, state, cancelled, None, one, one, RoundPlan(tier, greedy)),
     )
 
 

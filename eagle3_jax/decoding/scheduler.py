@@ -21,10 +21,10 @@ import numpy as np
 
 from eagle3_jax.decoding.adapt.api import AdaptStats, Learner
 from eagle3_jax.decoding.choice.tier_choice import TierChoice
-from eagle3_jax.decoding.device import shapes
+from eagle3_jax.decoding.device import calls, shapes
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.report import first_progress, progress
-from eagle3_jax.decoding.device.runner import ModelRunner, Readable
+from eagle3_jax.decoding.device.runner import Readable, Runner
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.params import MAX_LOGPROBS
 from eagle3_jax.decoding.request import FinishReason, Output, QueueFullError, Request, said
@@ -95,7 +95,7 @@ class Scheduler:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         choice: TierChoice,
         eos: frozenset[int],
         prefix_cache: bool,
@@ -209,13 +209,11 @@ class Scheduler:
             return len(prompt) - self._pool.cached(prompt) + sum(request.left for request in self.requests)
 
     def stats(self) -> EngineStats:
-        """Copies the counters; `stalled` is the engine loop's to fill in."""
+        """Copies the counters, but for those of the warm-up and of the engine loop."""
         with self.changes:
             return dataclasses.replace(
                 self._stats,
                 programs=self._runner.compiled,
-                ready_programs=self._runner.ready,
-                planned_programs=self._runner.planned,
                 dispatches=self._runner.dispatches,
                 tiers=dict(self._choice.dispatches),
                 tier=self._choice.latest,
@@ -355,11 +353,11 @@ class Scheduler:
         greedy = all(request.params.greedy for request in running.values())
         with self.changes:  # a waiting request gets the first free slot: the launch ends there
             enough = 1 if self._waiting else len(self._slots)
-        width = self._runner.width_for(len(running))
+        sizes, slots = self._runner.sizes, list(running)
+        width = next(width for width in self._runner.widths if width >= len(slots))
         tier = self._next_tier(running, rounds, greedy=greedy, width=width)
-        report, rows = self._runner.decode(
-            self._cancelled, list(running), rounds, enough, width=width, tier=tier, greedy=greedy
-        )
+        call = calls.decode(sizes, self._cancelled, slots, rounds, enough, width=width, tier=tier, greedy=greedy)
+        report, rows = self._runner.run(call), calls.reported_rows(sizes, slots, width)
         self._cancelled.clear()
         self._reports.append((report, dict(zip(rows, running.values(), strict=True)), tier))
 
@@ -371,7 +369,8 @@ class Scheduler:
         drafts = any(request.drafts for request in requests)
         tier = self._choice.choose(seen, greedy=greedy, behind=bool(behind), rounds=rounds, width=width, drafts=drafts)
         if tier.head and behind:
-            self._runner.catch_up(self._cancelled, behind)
+            for slot in behind:
+                self._runner.run(calls.catch_up(self._runner.sizes, self._cancelled, slot))
         for request in requests:
             request.debt.resting = self._runner.draft is not None and not tier.head
         return tier
@@ -384,7 +383,7 @@ class Scheduler:
             if len(stretches) == count:
                 break
             if request.read == request.cached and (request.params.penalises or self._copies):
-                self._runner.note_prompt(request.slot, request.ids)
+                self._runner.run(calls.note_prompt(sizes, request.slot, request.ids))
             assert request.allocation is not None
             asked, pages = _row(request, self._eos), request.allocation.pages
             while len(stretches) < count and request.read < len(request.ids):
@@ -404,7 +403,8 @@ class Scheduler:
                 stretches.append(stretch)
             self._pool.register(request.allocation, request.ids[: request.read + 1])
         # Kept even where no prompt ends: reports bound the work on the device, and show that it still answers.
-        self._reports.append((self._runner.prefill(Chunk.of(stretches, count, length, sizes)), ended, None))
+        report = self._runner.run(calls.prefill(sizes, stretches, rows=count, length=length))
+        self._reports.append((report, ended, None))
 
     def _deliver(self, report: Readable, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its launch) and gives each request its tokens."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from eagle3_jax.config import DraftTree
 
@@ -56,6 +59,11 @@ class Tier:
         return f"{name} and lookup {copied}" if copied else name
 
     @property
+    def branches(self) -> bool:
+        """True if a node of its tree may have several children."""
+        return self.tree is not None and self.head and (self.tree.topk > 1 or self.tree.lookup_tokens > 0)
+
+    @property
     def copies_alone(self) -> bool:
         """True if it drafts from the text without the head; its round without a match is vanilla decoding's."""
         return self.tree is not None and not self.head
@@ -78,6 +86,21 @@ class Tier:
 
 
 VANILLA = Tier(None, head=False)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundPlan:
+    """How the rounds of a dispatch are run.
+
+    Attributes:
+        tier: chooses the program.
+        greedy: leaves sampling out; every request must then be `SamplingParams.greedy`. An array is known on the device
+            alone: one program has both.
+    """
+
+    tier: Tier = dataclasses.field(metadata={"static": True})
+    greedy: Any  # bool | Bool[Array, ""], or the leaf of another tree of this structure
 
 
 def steps_of(tree: DraftTree | None) -> int:

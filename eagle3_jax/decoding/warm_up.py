@@ -12,13 +12,15 @@ import contextlib
 import logging
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from eagle3_jax.decoding.choice import costs
 from eagle3_jax.decoding.choice.costs import Costs
 from eagle3_jax.decoding.choice.tier_choice import TierChoice
-from eagle3_jax.decoding.device.chunk import Chunk
-from eagle3_jax.decoding.device.runner import Call, ModelRunner
+from eagle3_jax.decoding.device import calls
+from eagle3_jax.decoding.device.calls import Call
+from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.steps import steps
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.runs import command, machine
@@ -37,6 +39,9 @@ class WarmUp:
     Args:
         folder: keeps costs on this machine for later starts; None measures.
         greedy_alone: leaves out the costs of requests with a temperature or other sampling parameters.
+
+    Attributes:
+        planned: number of programs that it will have compiled for requests, at most.
     """
 
     def __init__(
@@ -52,6 +57,14 @@ class WarmUp:
         self._passes = (True,) if greedy_alone else (True, False)
         self._base = list(dict.fromkeys((tiers.tiers[0], tiers.default)))
         self._thread: threading.Thread | None = None
+        self._made: set[tuple[Any, ...]] = set()
+        sizes = runner.sizes
+        self.planned = 1 + len(sizes.chunks) + len(sizes.widths) * len(tiers.tiers) + runner.rests
+
+    @property
+    def ready(self) -> int:
+        """Number of programs that are compiled for requests."""
+        return len(self._made)
 
     @property
     def running(self) -> bool:
@@ -60,36 +73,34 @@ class WarmUp:
 
     def first(self) -> None:
         """Compiles what answers every request. Forgets the runner's state."""
-        runner, sizes = self._runner, self._runner.sizes
-        runner.widths, runner.chunks = sizes.widths[-1:], sizes.chunks[-1:]
-        self._tiers.default = self._base[0]
-        plain = runner.decode_call(width=sizes.batch, tier=self._base[0])
-        calls = [runner.note_call(), self._reads(*runner.chunks[0]), plain]
-        runner.planned = 1 + len(sizes.chunks) + len(sizes.widths) * len(self._tiers.tiers) + runner.rests
+        runner, sizes, tier = self._runner, self._runner.sizes, self._base[0]
+        runner.use(sizes.widths[-1:], sizes.chunks[-1:])
+        self._tiers.begin_with(tier)
+        first = calls.note_prompt(sizes), self._reads(*sizes.chunks[-1]), self._rounds(sizes.batch, [tier])[0]
         if callable(self._progress):
-            self._progress(f"{runner.planned} programs are to compile, at most; {len(calls)} answer every request")
+            self._progress(f"{self.planned} programs are to compile, at most; {len(first)} answer every request")
         runner.begin()
-        for call in steps(calls, "compile", "program", self._progress):
+        for call in steps(first, "compile", "program", self._progress):
             self._compile(call)
 
     def rest(self, lend: Lender) -> None:
         """Compiles all others, and measures what rounds cost."""
         runner, sizes = self._runner, self._runner.sizes
-        wakes = [runner.catch_up_call()] if runner.rests else []
-        for call in [*self._rounds(sizes.batch), *wakes]:
+        wakes = [calls.catch_up(sizes)] if runner.rests else []
+        for call in [*self._rounds(sizes.batch, self._base), *wakes]:
             self._compile(call)
-        self._tiers.default = self._base[-1]
+        self._tiers.begin_with(self._base[-1])
         for shape in steps(sizes.chunks[:-1], "compile readers of prompts", "program", self._progress):
             self._compile(self._reads(*shape))
-            runner.chunks = [*runner.chunks, shape]
+            runner.use(runner.widths, [*runner.chunks, shape])
         for width in steps(sizes.widths[:-1], "compile narrow rounds", "width", self._progress):
-            for call in self._rounds(width):
+            for call in self._rounds(width, self._base):
                 self._compile(call)
-            runner.widths = sorted({width, *runner.widths})
+            runner.use({width, *runner.widths}, runner.chunks)
         if len(self._tiers.tiers) > 1:
             self._price(lend)
         if callable(self._progress):
-            self._progress(f"{runner.ready} programs are compiled")
+            self._progress(f"{self.ready} programs are compiled")
 
     def rest_in_background(self, lend: Lender) -> None:
         """Runs `rest` in a thread of low priority. A failure is logged; requests go on with what is compiled."""
@@ -101,8 +112,8 @@ class WarmUp:
             except command.Stopped:
                 pass
             except Exception:
-                _log.exception("warm-up: it failed; requests go on with %d programs", self._runner.ready)
-                self._runner.planned = self._runner.ready
+                _log.exception("warm-up: it failed; requests go on with %d programs", self.ready)
+                self.planned = self.ready
             finally:
                 atexit.unregister(end)
 
@@ -121,39 +132,39 @@ class WarmUp:
         A tier that does not pay in few rows pays less in many, whose drafts cost more. One that does not pay for greedy
         requests pays less for others, whose rounds cost more.
         """
-        runner, tiers, widths = self._runner, self._tiers, self._runner.sizes.widths
+        tiers, widths = self._tiers, self._runner.sizes.widths
         useful = {greedy: list(tiers.tiers) for greedy in self._passes}
         for number, width in enumerate(steps(widths, "measure rounds", "width", self._progress), start=1):
             for greedy in self._passes:
                 could_be = [tier for tier in useful[greedy] if tier in useful[True]]
                 known = tiers.useful(self._costs(could_be, lend, greedy=greedy, width=width))
                 useful[greedy] = [tier for tier in could_be if tier.name in known.rounds]
-                for tier in useful[greedy]:
-                    self._compile(runner.decode_call(width=width, tier=tier))
+                for call in self._rounds(width, useful[greedy]):
+                    self._compile(call)
                 tiers.price({width: known}, greedy=greedy)
             others = sum(tier not in self._base for tier in useful[True])
-            runner.planned = runner.ready + others * (len(widths) - number)
+            self.planned = self.ready + others * (len(widths) - number)
 
     def _costs(self, of: list[Tier], lend: Lender, *, greedy: bool, width: int) -> Costs:
         def measure() -> Costs:
-            for tier in of:
-                self._compile(self._runner.decode_call(width=width, tier=tier))
-            self._compile(self._runner.rehearse_call())
+            for call in [*self._rounds(width, of), calls.rehearse(self._runner.sizes)]:
+                self._compile(call)
             with lend(self._stop_point) as give_way:
                 return costs.round_costs(self._runner, of, greedy=greedy, width=width, give_way=give_way)
 
         return costs.kept_or_measured(self._folder, costs.key(self._runner, of, greedy, width), measure)
 
     def _reads(self, rows: int, length: int) -> Call:
-        return self._runner.prefill_call(Chunk.of((), rows, length, self._runner.sizes))
+        return calls.prefill(self._runner.sizes, rows=rows, length=length)
 
-    def _rounds(self, width: int) -> list[Call]:
-        """Returns a call of each program that rounds need until costs are known."""
-        return [self._runner.decode_call(width=width, tier=tier) for tier in self._base]
+    def _rounds(self, width: int, tiers: Sequence[Tier]) -> list[Call]:
+        return [calls.decode(self._runner.sizes, width=width, tier=tier) for tier in tiers]
 
     def _compile(self, call: Call) -> None:
         self._stop_point()
         self._runner.compile(call)
+        if call.name != "rehearse":
+            self._made.add(call.key)
 
     def _stop_point(self) -> None:
         if _ending.is_set():

@@ -20,9 +20,10 @@ from typing import Any
 
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig, run_file
 from eagle3_jax.config.kinds import in_target
-from eagle3_jax.decoding import data_parallel, hosts
+from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.defaults import sampling_defaults
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.hosts.api import follow, lead
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.formats import kinds
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, chosen_draft
@@ -298,7 +299,7 @@ def run(config: RunConfig) -> None:
     settings = config.serve
     if processes.index() > 0:
         pool = load(config)
-        hosts.follow(pool.engines, row_processes(make_mesh(config.mesh)))
+        follow(pool.engines, row_processes(make_mesh(config.mesh)))
         return
     keys = api_keys(settings)
     with bind(settings) as place:
@@ -328,7 +329,7 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
         processes.say(f"eagle3_jax.serve: sampling, where a request leaves it open: {taken}; see --generation-config")
         if processes.count() > 1:
             rows = row_processes(make_mesh(config.mesh))
-            engines = led.enter_context(hosts.lead(pool.engines, rows, lose))
+            engines = led.enter_context(lead(pool.engines, rows, lose))
             pool = EnginePool(engines, settings.queue_limit)
         pools.append(pool)
         return make_app(pool, settings.model_name or config.target.name, settings, keys, defaults)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_heads
+from toy import plan
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.generate import cache_length_needed, generate, prefill
@@ -57,7 +58,7 @@ def decode(toy, tree: DraftTree | None, slots: int, draft: Draft | None = None) 
     )
     caches = [state.cache] if tree is None else [state.cache, state.draft_cache]
     assert all(leaf.shape[2] == slots for leaf in jax.tree.leaves(caches))
-    one_round = jax.jit(lambda state: advance(toy.target, draft, state, tree=tree, greedy=True))
+    one_round = jax.jit(lambda state: advance(toy.target, draft, state, plan(tree)))
     states = [state]
     while not states[-1].done.all():
         states.append(one_round(states[-1]))

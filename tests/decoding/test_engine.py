@@ -317,7 +317,7 @@ def test_a_closed_engine_has_no_request_no_caches_and_takes_none(toy):
         requests = [engine.submit(prompt, SamplingParams(max_tokens=90)) for prompt in ("hello", "abc", "sun")]
         assert next(iter(requests[0])).token_ids  # two run, one waits
     assert [request.result().finish_reason for request in requests] == ["abort"] * 3
-    assert engine._runner._state is None and engine.stats().free_pages == engine.stats().pages
+    assert engine.own_runner._state is None and engine.stats().free_pages == engine.stats().pages
     with pytest.raises(RuntimeError, match="engine: got a request, expected none after `close`"):
         engine.generate(["hello"])
     engine.close()

@@ -10,25 +10,31 @@ import threading
 import time
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import tiny
 from toy import CHAIN, SMALL, make
 
-from eagle3_jax.decoding import hosts
 from eagle3_jax.decoding.choice import tiers
+from eagle3_jax.decoding.device import calls
 from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.hosts import row, wire
+from eagle3_jax.decoding.hosts.api import follow, lead
+from eagle3_jax.decoding.hosts.wire import HostLost
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds.state import RequestRows
+from eagle3_jax.runs import processes
 
 # Arguments: target, mesh, seconds of patience, what is asked.
 LED = """
 import asyncio, json, queue, sys, time
 from eagle3_jax.config import DraftTree, MeshConfig
-from eagle3_jax.decoding import data_parallel, hosts
+from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.hosts import wire
+from eagle3_jax.decoding.hosts.api import follow, lead
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.scheduler import Scheduler
@@ -37,7 +43,7 @@ from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import command, processes
 
 target, (data, model), asked = sys.argv[1], map(int, sys.argv[2].split("x")), json.loads(sys.argv[4])
-hosts.PATIENCE = 500  # they compile, each for itself
+wire.PATIENCE = 500  # they compile, each for itself
 chain = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 
 async def answers(pool):
@@ -51,7 +57,7 @@ async def answers(pool):
     again = await pool.submit(ids, SamplingParams(**params))
     print(json.dumps([[output.token_ids for output in found], ends, again.token_ids, again.stats.cached_tokens]))
 
-    hosts.PATIENCE = float(sys.argv[3])
+    wire.PATIENCE = float(sys.argv[3])
     turn = Scheduler.turn  # slow enough to be killed in the middle
     Scheduler.turn = lambda self: (time.sleep(0.5), turn(self))
     request = pool.submit(ids, long)
@@ -66,9 +72,9 @@ with command.run("serve", resumes=False):
     rows = data_parallel.targets(load_target(target, replica.mesh), replica)
     engines = [Engine.load(row, "lookup", chain, batch_size=2, max_length=128, page_size=16) for row in rows]
     if processes.index():
-        hosts.follow(engines, row_processes(mesh))
+        follow(engines, row_processes(mesh))
     else:
-        with hosts.lead(engines, row_processes(mesh), failures.put) as led:
+        with lead(engines, row_processes(mesh), failures.put) as led:
             asyncio.run(answers(EnginePool(led)))
             raise failures.get(timeout=30)  # told behind the requests' end
 """
@@ -93,20 +99,21 @@ def alone(folder, prompts) -> list[list[int]]:
     return [output.token_ids for output in engine.generate(prompts, SamplingParams(**PARAMS))]
 
 
-def test_a_call_is_the_same_on_all_processes(toy):
+def test_a_call_is_the_same_on_all_processes():
     """Chunks with every field of a request, and tiers, in JSON and back."""
-    runner = Engine(toy.target, None, toy.good, **SMALL)._runner
+    sizes = Sizes.plan(2, 64, 16, tiers.WITH_HEAD)
     params = SamplingParams(temperature=0.3, top_p=0.9, seed=-5, logit_bias={3: -1.5}, stop_token_ids=(7,), logprobs=2)
-    row = RequestRows.of(params, limit=9, stop_ids=(7,), prompt_length=3, digest=2**32 - 1)
-    of: Any = {"slot": 1, "prompt": [3, 2, 1], "start": 0, "pages": [4, 2], "request": row}
-    chunk = Chunk.of([Chunk.stretch(runner.sizes, 16, **of)], 4, 16, runner.sizes)
-    others: Any = [[tiers.LOOKUP, tiers.CHAIN], {"tier": tiers.CHAIN, "greedy": True}]
-    got = hosts._typed(json.loads(hosts._line_of([chunk, *others])), runner)
-    assert got[1:] == others
-    assert jax.tree.structure(got[0]) == jax.tree.structure(chunk)
-    for mine, other in zip(jax.tree.leaves(got[0]), jax.tree.leaves(chunk), strict=True):
-        assert mine.dtype == other.dtype
-        np.testing.assert_array_equal(mine, other)
+    of_request = RequestRows.of(params, limit=9, stop_ids=(7,), prompt_length=3, digest=2**32 - 1)
+    of: Any = {"slot": 1, "prompt": [3, 2, 1], "start": 0, "pages": [4, 2], "request": of_request}
+    for call in (
+        calls.prefill(sizes, [Chunk.stretch(sizes, 16, **of)], rows=4, length=16),
+        calls.decode(sizes, {1}, [0], 3, 1, width=1, tier=tiers.CHAIN, greedy=False),
+        calls.catch_up(sizes, [], 1),
+        calls.note_prompt(sizes, 1, [3, 2, 1]),
+    ):
+        got = wire.decode(json.loads(wire.line_of(wire.encode(call))), sizes, tiers.WITH_HEAD)
+        assert (got.key, got.sent.form) == (call.key, call.sent.form)
+        np.testing.assert_array_equal(got.sent.bits, call.sent.bits)
 
 
 # ------------------------------------------------------------------------------------------- a row on another process
@@ -114,12 +121,12 @@ def test_a_call_is_the_same_on_all_processes(toy):
 def lines(monkeypatch):
     """The ends of a connection, and who is lost; process 1 is a thread."""
     with socket.create_server(("127.0.0.1", 0)) as place:
-        there = hosts._Line(socket.create_connection(place.getsockname()))
-        here = hosts._Line(place.accept()[0], "elsewhere")
-    monkeypatch.setattr(hosts, "_accept", lambda: {1: here})
-    monkeypatch.setattr(hosts, "_connect", lambda: there)
-    monkeypatch.setattr(hosts.processes, "index", lambda: 1)
-    monkeypatch.setattr(hosts.processes, "count", lambda: 2)
+        there = wire.Line(socket.create_connection(place.getsockname()))
+        here = wire.Line(place.accept()[0], "elsewhere")
+    monkeypatch.setattr(wire, "accept", lambda: {1: here})
+    monkeypatch.setattr(wire, "connect", lambda: there)
+    monkeypatch.setattr(processes, "index", lambda: 1)
+    monkeypatch.setattr(processes, "count", lambda: 2)
     yield there
     for line in (here, there):
         with contextlib.suppress(OSError):  # shut already
@@ -131,13 +138,13 @@ def lines(monkeypatch):
 
 @pytest.mark.slow
 def test_a_row_on_another_process_answers_alike(toy, lines, monkeypatch):
-    monkeypatch.setattr(hosts, "_PING", 0.02)
+    monkeypatch.setattr(row, "_PING", 0.02)
     asked: Any = (["hello", "abc", [1, 2, 3]], SamplingParams(max_tokens=20, temperature=0.5, seed=3, top_k=8))
     expected = make(toy).generate(*asked)
-    follower = threading.Thread(target=hosts.follow, args=([make(toy)], [(0,), (1,)]))
+    follower = threading.Thread(target=follow, args=([make(toy)], [(0,), (1,)]))
     follower.start()
-    lost: list[hosts.HostLost] = []
-    with hosts.lead([make(toy)], [(0,), (1,)], lost.append) as (_, engine):
+    lost: list[HostLost] = []
+    with lead([make(toy)], [(0,), (1,)], lost.append) as (_, engine):
         assert engine.generate(*asked) == expected
         with pytest.raises(RuntimeError, match="expected `warm_up` and the like before `lead`"):
             engine.warm_up()
@@ -150,10 +157,10 @@ def test_a_row_on_another_process_answers_alike(toy, lines, monkeypatch):
 
 @pytest.mark.parametrize("end", ["is gone", "fell silent for 0 s"])
 def test_a_process_that_is_lost_ends_requests_with_an_error(toy, lines, end, monkeypatch):
-    monkeypatch.setattr(hosts, "_PING", 0.02)
-    monkeypatch.setattr(hosts, "PATIENCE", 60 if end == "is gone" else 0.3)
-    lost: list[hosts.HostLost] = []
-    with hosts.lead([make(toy)], [(0,), (1,)], lost.append) as (_, engine):
+    monkeypatch.setattr(row, "_PING", 0.02)
+    monkeypatch.setattr(wire, "PATIENCE", 60 if end == "is gone" else 0.3)
+    lost: list[HostLost] = []
+    with lead([make(toy)], [(0,), (1,)], lost.append) as (_, engine):
         request = engine.submit("hello")
         if end == "is gone":
             lines.close()
@@ -163,7 +170,7 @@ def test_a_process_that_is_lost_ends_requests_with_an_error(toy, lines, end, mon
         assert request.output is not None and request.output.finish_reason == "error"
         said = f"process 1 of 2, on host elsewhere, {end}; start all again"
         assert request.output.error == f"HostLost: {said}" and [str(error) for error in lost] == [said]
-        with pytest.raises(hosts.HostLost, match="on host elsewhere"):
+        with pytest.raises(HostLost, match="on host elsewhere"):
             engine.submit("hello")
 
 

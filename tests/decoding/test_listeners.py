@@ -10,6 +10,7 @@ from toy import LETTERS, Tokenizer, make
 
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.calls import Call
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output, Request
@@ -212,15 +213,15 @@ def test_fifty_requests_are_answered_beside_all_that_can_go_wrong(engine, monkey
     prompts = [LETTERS[i % 23] * (1 + i // 23) + LETTERS[i % 7] for i in range(50)]
     expected = [answer.token_ids for answer in engine.generate(prompts, SHORT)]
     before, kept, reported, failures = engine.stats(), [], [], []
-    decode = engine._runner.decode
+    run = engine.own_runner.run
     doomed = [engine.submit("no", LONG) for _ in range(2)]  # they run first, and others work for them
 
-    def fail(*args: Any, **options: Any) -> Any:
-        if {*filter(None, engine._scheduler._slots)} <= {*doomed}:
+    def fail(call: Call) -> Any:
+        if call.name == "decode" and {*filter(None, engine._scheduler._slots)} <= {*doomed}:
             failures.append(1 / 0)
-        return decode(*args, **options)
+        return run(call)
 
-    monkeypatch.setattr(engine._runner, "decode", fail)
+    monkeypatch.setattr(engine.own_runner, "run", fail)
 
     def results(asked: list[str]) -> list[list[int]]:
         return [request.result().token_ids for request in [engine.submit(prompt, SHORT) for prompt in asked]]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from toy import plan
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.rounds.generate import generate, prefill
@@ -208,4 +209,4 @@ def spread(one: State, sampling: Sampling) -> State:
 
 @functools.partial(jax.jit, static_argnames="tree")
 def one_round(target, draft, state, tree):
-    return advance(target, draft, state, tree=tree, greedy=False)
+    return advance(target, draft, state, plan(tree, greedy=False))

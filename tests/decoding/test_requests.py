@@ -18,7 +18,7 @@ from eagle3_jax.config import DraftConfig, DraftTree, TrainConfig
 from eagle3_jax.decoding import loop, scheduler
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.choice.tier_choice import TierChoice
-from eagle3_jax.decoding.device import programs, shapes
+from eagle3_jax.decoding.device import calls, programs, shapes
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -484,15 +484,15 @@ def test_rounds_are_as_wide_as_the_traffic_and_the_tokens_the_same(toy, monkeypa
     engine = make(toy, CHAIN, noisy(toy), batch_size=6, prefix_cache=False, kv_tokens=640)
     engine.warm_up(progress=False, greedy_alone=True)
     draw, compiled, taken = random.Random(3), engine.stats().programs, []
-    decode = engine._runner.decode
+    decode = calls.decode
 
-    def watched(cancelled, places, *args, width, **kwargs):
+    def watched(sizes, cancelled, places, *args, width, **kwargs):
         taken.append((width, places))
-        return decode(cancelled, places, *args, width=width, **kwargs)
+        return decode(sizes, cancelled, places, *args, width=width, **kwargs)
 
-    monkeypatch.setattr(engine._runner, "decode", watched)
     prompts = [[draw.randrange(24) for _ in range(draw.randint(1, 60))] for _ in range(20)]
     expected = make(toy, None, noisy(toy)).generate(prompts, SamplingParams(max_tokens=60))
+    monkeypatch.setattr(calls, "decode", watched)
     requests = []
     for wave in [1, 6, 2, 0, 3, 0, 5, 0, 0, 4, 1, 6, 0, 0, 0, 2, 0, 3]:
         for number in draw.choices(range(20), k=wave):
@@ -528,7 +528,7 @@ def soak(engine: Engine, vanilla: Engine, vocabulary: int, count: int) -> None:
     draw = random.Random(count)
     engine.warm_up(progress=False)
     compiled, idle = engine.stats().programs, engine.stats().free_pages
-    assert compiled <= 24 * len(engine._runner.widths)
+    assert compiled <= 24 * len(engine.own_runner.widths)
     systems = [[draw.randrange(vocabulary) for _ in range(n)] for n in (0, 17, 40)]
     prompts = [
         [*draw.choice(systems), *(draw.randrange(vocabulary) for _ in range(draw.randint(1, 30)))] for _ in range(60)
@@ -619,8 +619,8 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
     engine, vanilla = (make(toy, tree, kv_dtype=kv_dtype) for tree in (CHAIN, None))
     got, expected = engine.generate(["hello", "sun"], params), vanilla.generate(["hello", "sun"], params)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
-    assert engine._runner._state is not None
-    assert engine._runner._state.cache.keys[0].dtype == kv_dtype
+    assert engine.own_runner._state is not None
+    assert engine.own_runner._state.cache.keys[0].dtype == kv_dtype
 
 
 @pytest.mark.slow
@@ -638,13 +638,13 @@ def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, p
     monkeypatch.setattr(shapes, "PACKED", (packed,))
     monkeypatch.setattr(shapes, "MOST_READ", most)
     engine = make(toy, CHAIN, noisy(toy), batch_size=8)
-    decode, given = engine._runner.decode, []
+    decode, given = calls.decode, []
 
-    def counted(cancelled, places, rounds, *args, **kwargs):
+    def counted(sizes, cancelled, places, rounds, *args, **kwargs):
         given.append((rounds, len(places)))
-        return decode(cancelled, places, rounds, *args, **kwargs)
+        return decode(sizes, cancelled, places, rounds, *args, **kwargs)
 
-    monkeypatch.setattr(engine._runner, "decode", counted)
+    monkeypatch.setattr(calls, "decode", counted)
     engine.generate([[1 + i % 7] * 16 for i in range(8)], SamplingParams(max_tokens=20))
     assert given[: len(expected)] == expected
     assert {rounds for rounds, _ in given[len(expected) :]} == {shapes.ROUNDS}

@@ -9,7 +9,7 @@ from toy import PROMPTS, SMALL, Tokenizer, make
 
 from eagle3_jax.decoding import loop, warm_up
 from eagle3_jax.decoding.choice import tiers
-from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device import calls, programs
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.runs import command
@@ -34,12 +34,12 @@ def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, 
     monkeypatch.setattr(loop, "_IDLE", 0.0)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SMALL)
     assert engine.stats().ready_programs == engine.stats().planned_programs == 0
-    runner, drafts_go_on, goes_on = engine._runner, threading.Event(), threading.Event()
+    runner, drafts_go_on, goes_on = engine.own_runner, threading.Event(), threading.Event()
     compile_one = runner.compile
 
     def slowly(call):
         if threading.current_thread().name == "eagle3_jax warm-up":
-            assert (drafts_go_on if runner.ready < 5 else goes_on).wait(60)
+            assert (drafts_go_on if engine.stats().ready_programs < 5 else goes_on).wait(60)
         compile_one(call)
 
     monkeypatch.setattr(runner, "compile", slowly)
@@ -73,7 +73,7 @@ def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, 
 
 def test_a_log_says_at_first_how_many_programs_will_be_made(toy, monkeypatch):
     engine, said = make(toy), []
-    monkeypatch.setattr(engine._runner, "compile", lambda _: None)
+    monkeypatch.setattr(engine.own_runner, "compile", lambda _: None)
     monkeypatch.setattr(warm_up.WarmUp, "rest", lambda *_: None)
     engine.warm_up(progress=said.append)
     assert said[0] == f"{engine.stats().planned_programs} programs are to compile, at most; 3 answer every request"
@@ -81,7 +81,7 @@ def test_a_log_says_at_first_how_many_programs_will_be_made(toy, monkeypatch):
 
 def test_a_failure_beside_requests_is_told_and_they_go_on(toy, monkeypatch, caplog):
     engine = make(toy)
-    monkeypatch.setattr(engine._runner, "compile", lambda _: None)
+    monkeypatch.setattr(engine.own_runner, "compile", lambda _: None)
     monkeypatch.setattr(warm_up.WarmUp, "rest", lambda *_: 1 / 0)
     engine.warm_up(progress=False, background=True)
     wait_until(lambda: not runs(engine))
@@ -101,7 +101,7 @@ def test_the_device_is_lent_while_it_is_idle_and_requests_go_first(toy, monkeypa
     thread = threading.Thread(target=ask)
     thread.start()
     with engine._loop.lend(lambda: None) as give_way:
-        engine._runner.rehearse()
+        engine.own_runner.run(calls.rehearse(engine.own_runner.sizes))
         give_way()
         lent.set()
         wait_until(lambda: engine.stats().waiting)
@@ -110,7 +110,7 @@ def test_the_device_is_lent_while_it_is_idle_and_requests_go_first(toy, monkeypa
         give_way()
         thread.join(30)
         assert answered == [expected.token_ids]
-        engine._runner.rehearse()
+        engine.own_runner.run(calls.rehearse(engine.own_runner.sizes))
     assert engine.generate(PROMPTS[:1], params)[0].token_ids == expected.token_ids
 
 

@@ -19,6 +19,7 @@ from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.decoding.rounds.state import State
+from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families.llama import Llama
@@ -134,6 +135,11 @@ def generated(target: Any, draft: Draft | None, rows: slice = slice(None), **opt
     """Answers to the texts."""
     texts, lengths = jnp.asarray(TEXTS[rows]), jnp.asarray(LENGTHS[rows])
     return generate(target, draft, texts, lengths, jax.random.key(0), max_tokens=MAX_TOKENS, **options)
+
+
+def plan(tree: DraftTree | None, greedy: Any = True) -> RoundPlan:
+    """Rounds that the head drafts, or vanilla ones."""
+    return RoundPlan(Tier(tree, head=tree is not None), greedy)
 
 
 def fitting(toy: Toy, **changes: Any) -> dict[str, Any]:

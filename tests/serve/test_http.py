@@ -15,6 +15,7 @@ import shlex
 import socket
 import threading
 import time
+import types
 import urllib.parse
 from typing import Any
 
@@ -464,15 +465,15 @@ def test_time_between_tokens_is_that_of_a_piece_over_its_tokens(engine):
 
 
 def test_health_is_false_while_the_device_hangs(serving, engine, monkeypatch):
-    goes_on, decode = threading.Event(), engine._runner.decode
+    goes_on, run = threading.Event(), engine.own_runner.run
 
-    def hang(*arguments, **options):
+    def hang(call):
         goes_on.wait(30)
-        return decode(*arguments, **options)
+        return run(call)
 
     with serving(stall_timeout=0.3) as served:
         assert served.http.get("/health").status_code == 200
-        monkeypatch.setattr(engine._runner, "decode", hang)
+        monkeypatch.setattr(engine.own_runner, "run", hang)
         answers: list[Any] = []
 
         def ask():
@@ -488,12 +489,12 @@ def test_health_is_false_while_the_device_hangs(serving, engine, monkeypatch):
 
 
 def test_health_says_how_far_the_warm_up_is_until_it_is_complete(served, engine, monkeypatch):
-    monkeypatch.setattr(engine._runner, "planned", 24)
-    monkeypatch.setattr(engine._runner, "ready", 3)
+    warm_up = types.SimpleNamespace(ready=3, planned=24)
+    monkeypatch.setattr(engine, "_warm_up", warm_up)
     state = {"healthy": True, "stalled_seconds": 0.0}
     answer = served.http.get("/health")
     assert (answer.status_code, answer.json()) == (200, state | {"compiling": "3 of 24 programs are ready"})
-    monkeypatch.setattr(engine._runner, "ready", 24)
+    warm_up.ready = 24
     assert served.http.get("/health").json() == state
 
 
@@ -651,7 +652,7 @@ def test_a_failure_of_the_device_is_an_error_and_the_next_request_is_not(served,
 
     ask: Any = {"model": MODEL, "prompt": "apple", "temperature": 0, "max_tokens": 4}
     with monkeypatch.context() as patched:
-        patched.setattr(engine._runner, "decode", fail)
+        patched.setattr(engine.own_runner, "run", fail)
         with pytest.raises(openai.InternalServerError, match="RuntimeError: the device is gone"):
             served.client.completions.create(**ask)
     assert served.client.completions.create(**ask).choices[0].finish_reason == "length"

@@ -24,18 +24,18 @@ from eagle3_jax.decoding.params import SamplingParams
 # What is asked for is compiled when it is. While the file `slow` is there turns are slow, and silence is noticed early.
 COLD = """
 import pathlib, sys, time
-from eagle3_jax.decoding import hosts
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.hosts import wire
 from eagle3_jax.decoding.scheduler import Scheduler
 from eagle3_jax.serve import __main__ as serve
 
 def turn(self, turn=Scheduler.turn):
     slow = pathlib.Path("slow").exists()
-    hosts.PATIENCE = 8 if slow else 200
+    wire.PATIENCE = 8 if slow else 200
     time.sleep(slow)
     turn(self)
 
-hosts.PATIENCE, Scheduler.turn, Engine.warm_up = 200, turn, lambda *_, **__: None
+wire.PATIENCE, Scheduler.turn, Engine.warm_up = 200, turn, lambda *_, **__: None
 serve.main(sys.argv[1:])
 """
 QUICKLY: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.decoding.core import PAGE_SIZE
+from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.kernels import dispatch
 from eagle3_jax.kernels.cache.api import commit
 from eagle3_jax.kernels.contraction import contract

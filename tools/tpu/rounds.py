@@ -21,15 +21,15 @@ os.environ["EAGLE3_CPU_KERNELS"] = "0"  # products are XLA's operations, which c
 
 import jax
 import jax.numpy as jnp
+from eagle3_jax.decoding.engine import PAGE_SIZE
 from jax.extend.core import Var, jaxprs_in_params
 
 from eagle3_jax.config import DraftTree, RunConfig
-from eagle3_jax.decoding.core import PAGE_SIZE
 from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.round import advance, draft_tree
-from eagle3_jax.decoding.tier import Tier
+from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.kernels.linear import quantised
 from eagle3_jax.kernels.linear.layouts import bytes_of
 from eagle3_jax.kernels.linear.quantised import KINDS
@@ -114,11 +114,11 @@ def counted(config: RunConfig, tree: DraftTree | None, context: int, batch: int 
     tier = Tier(tree, head=draft is not None)
     sizes = Sizes.plan(batch, context, PAGE_SIZE, [tier])
     state = jax.eval_shape(lambda models: empty_state(models, sizes, [tier], None), Models.of(target, draft))
-    how = {"tree": tree, "greedy": True}
+    plan = RoundPlan(tier, greedy=True)
     # A TPU multiplies groups by a Pallas kernel; XLA's operations for them read more.
     with mock.patch.object(quantised, "choose", lambda _, *, pallas: "pallas" if pallas else "xla"):
-        drafting = jax.make_jaxpr(lambda *given: draft_tree(*given, **how)[1].draft_cache)(target, draft, state)
-        whole = jax.make_jaxpr(lambda *given: advance(*given, **how))(target, draft, state)
+        drafting = jax.make_jaxpr(lambda *given: draft_tree(*given, plan)[1].draft_cache)(target, draft, state)
+        whole = jax.make_jaxpr(lambda *given: advance(*given, plan))(target, draft, state)
     return work(drafting.jaxpr), work(whole.jaxpr)
 
 

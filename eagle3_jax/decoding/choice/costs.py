@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from eagle3_jax.decoding.device import shapes
+from eagle3_jax.decoding.device import calls, shapes
 from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.runs import disk, machine, processes, timing
@@ -66,16 +66,19 @@ def round_costs(
 
     def prepare() -> None:
         give_way()
-        runner.rehearse()
+        runner.run(calls.rehearse(sizes))
+        runner.wait()
 
     def work(tier: Tier, rounds: int) -> None:
-        runner.decode((), range(width), rounds, width, width=width, tier=tier, greedy=greedy)
+        runner.run(calls.decode(sizes, (), range(width), rounds, width, width=width, tier=tier, greedy=greedy))
         runner.wait()
 
     def wake() -> None:
-        runner.catch_up((), range(width))
+        for slot in range(width):
+            runner.run(calls.catch_up(sizes, (), slot))
         runner.wait()
 
+    sizes = runner.sizes
     counts = [1 if tier.copies_alone else shapes.ROUNDS for tier in tiers]
     works = [functools.partial(work, tier, count) for tier, count in zip(tiers, counts, strict=True)]
     works += [functools.partial(work, tiers[0], 1)] + [wake] * runner.rests

@@ -51,6 +51,10 @@ class TierChoice:
         self._told = False
         self._retired: set[str] = set()  # sources of drafts; kept here, since there may be no policies yet
 
+    def begin_with(self, tier: Tier) -> None:
+        """Sets the tier that is taken until costs are known, from any thread."""
+        self.default = tier
+
     def price(self, costs: Mapping[int, Costs], *, greedy: bool) -> None:
         """Sets the tiers' costs at some widths, where all requests are greedy or where not; there others are not taken.
 

@@ -36,28 +36,27 @@ from eagle3_jax.decoding.rounds.state import (
     put_logprobs,
 )
 from eagle3_jax.decoding.rounds.unread import ROOM, feed_unread
-from eagle3_jax.decoding.tier import Tier
+from eagle3_jax.decoding.tier import RoundPlan
 from eagle3_jax.mesh import constrain
 
+# Programs that need no models: those of other models of the same shapes are theirs too.
+OF_STATE = ("rehearse", "note_prompt")
 # Fields of `State` that all slots share: rows are gathered, pages stay where they are.
 _POOLS = ("cache", "draft_cache")
 
 
-def _program(*static: str) -> Callable[[Callable[..., Any]], Any]:
+def _program(function: Callable[..., Any]) -> Any:
     """Compiles a function that donates its state. The arguments behind the state may come as one `Packed`."""
 
-    def of(function: Callable[..., Any]) -> Any:
-        @functools.wraps(function)
-        def program(*arguments: Any, **options: Any) -> Any:
-            *own, last = arguments
-            return function(*own, *(last.arguments() if isinstance(last, Packed) else (last,)), **options)
+    @functools.wraps(function)
+    def program(*arguments: Any) -> Any:
+        *own, last = arguments
+        return function(*own, *(last.arguments() if isinstance(last, Packed) else (last,)))
 
-        return jax.jit(program, static_argnames=static, donate_argnames="state")
-
-    return of
+    return jax.jit(program, donate_argnames="state")
 
 
-@_program()
+@_program
 def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Array, "r report"]]:
     """Reads a stretch of some prompts; prompts that end with it join the batch.
 
@@ -135,7 +134,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     return constrain(state, STATE_SHARDING_RULES), constrain(report, ())
 
 
-@_program("tier")
+@_program
 def decode(
     models: Models,
     state: State,
@@ -143,9 +142,7 @@ def decode(
     slots: Int[Array, " r"] | None,
     max_rounds: Int[Array, ""],
     enough: Int[Array, ""],
-    greedy: Bool[Array, ""],
-    *,
-    tier: Tier,
+    plan: RoundPlan,
 ) -> tuple[State, Int[Array, "r report"]]:
     """Runs rounds of some requests, until `enough` more of them have ended.
 
@@ -153,7 +150,6 @@ def decode(
         cancelled: requests that the host ended: their pages may be another's by now.
         slots: those of the requests, the batch's size for no request; None runs the whole batch.
         max_rounds: at most `ROUNDS`.
-        greedy: whether all of the requests are `SamplingParams.greedy`.
 
     Returns:
         The state, and one row for each of `slots`: see `Report.of_decode`.
@@ -171,16 +167,7 @@ def decode(
     )
     stop_at = jnp.minimum(state.done.sum() + enough, len(state.done))
     target, draft = models.modules()
-    state = run_rounds(
-        target,
-        draft if tier.head else None,
-        state,
-        max_rounds,
-        stop_at,
-        tree=tier.tree,
-        greedy=greedy,
-        simulated=tier.simulated,
-    )
+    state = run_rounds(target, draft, state, max_rounds, stop_at, plan)
     assert state.ends is not None
     assert state.last_tree is not None
     assert state.logprobs is not None
@@ -226,7 +213,7 @@ def _rows(state: State) -> dict[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name not in _POOLS}
 
 
-@_program()
+@_program
 def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], slots: Int[Array, " r"] | None) -> State:
     """Wakes a head that rested, for some requests: see `feed_unread`; arguments as in `decode`."""
     target, draft = models.modules()
@@ -251,7 +238,7 @@ def beyond(page_table: Int[Array, "b pages"], page_size: int) -> Int[Array, "b m
     return jnp.pad(page_table, ((0, 0), (0, more)), constant_values=TRASH)
 
 
-@_program()
+@_program
 def rehearse(state: State, length: Int[Array, ""]) -> State:
     """Makes all slots busy with sequences of `length` tokens, to measure rounds. Ends all requests."""
     assert state.page_table is not None
@@ -279,7 +266,7 @@ def rehearse(state: State, length: Int[Array, ""]) -> State:
     return constrain(state, STATE_SHARDING_RULES)
 
 
-@_program()
+@_program
 def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) -> State:
     """Notes the tokens of a prompt, padded with -1, before its last stretch is read: for penalties and for lookup."""
     counts, history = state.token_counts, state.history

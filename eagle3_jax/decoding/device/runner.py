@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.calls import Call
 from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.device.packed import Packed
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.decoding.rounds.state import State
@@ -32,7 +31,6 @@ from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import machine, processes, timing
 from eagle3_jax.runs.progress import told
 
-MEASURED_LENGTH = 256
 _SILENCE = contextlib.nullcontext()
 T = TypeVar("T")
 
@@ -44,20 +42,25 @@ class Readable(Protocol):
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray: ...
 
 
-class Call(NamedTuple):
-    """A call of one of the programs.
+class Runner(Protocol):
+    """What a scheduler runs programs on: a `ModelRunner`, or a row of a mesh that spans hosts (`hosts`)."""
 
-    Attributes:
-        name: the program's, in `programs`.
-        form: what makes it a program of its own, beside its name.
-        arguments: makes the arguments around the state.
-        static: the static ones.
-    """
+    target: TargetModel
+    draft: Draft | None
+    sizes: Sizes
+    widths: list[int]
+    chunks: list[tuple[int, int]]
+    dispatches: int
+    compiled: int
 
-    name: str
-    form: tuple[Any, ...]
-    arguments: Callable[[Any], tuple[Any, ...]]
-    static: Mapping[str, Any] = {}
+    @property
+    def lockstep(self) -> bool: ...
+    @property
+    def observed(self) -> Observed | None: ...
+    def run(self, call: Call) -> Any: ...
+    def replace_draft(self, draft: Draft) -> None: ...
+    def replace_target(self, target: TargetModel) -> None: ...
+    def reset(self) -> None: ...
 
 
 class ModelRunner:
@@ -74,8 +77,6 @@ class ModelRunner:
         chunks: (rows, tokens of each) of the prefill programs in use: all, until a warm-up begins.
         dispatches: number of calls given to the device.
         compiled: number of programs compiled, by `compile` and by its calls.
-        ready: number of programs that `compile` made for requests.
-        planned: the number that it will have made for them, at most; 0 without a warm-up.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ModelRunner:
         self.target, self.draft, self.sizes = target, draft, sizes
         self.widths, self.chunks = [sizes.batch], sizes.chunks
         self.padding: dict[Product, tuple[int, ...]] = {}
-        self.dispatches = self.compiled = self.ready = self.planned = 0
+        self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
         self.tiers, self.kv_dtype = tuple(tiers), kv_dtype
         make = functools.partial(empty_state, sizes=sizes, tiers=self.tiers, kv_dtype=kv_dtype)
@@ -159,7 +160,7 @@ class ModelRunner:
                 best = few_rows.cheapest(dict(zip(counts, seconds, strict=True)))
                 self.padding[kind] = tuple(processes.agree(lambda best=best: best))
         if self.padding != before:
-            self._ready, self.ready = {}, 0
+            self._ready = {}
         self._pad()
         self.reset()
 
@@ -167,102 +168,16 @@ class ModelRunner:
         draft = None if self.draft is None else padded(self.draft, self.padding)
         self._models = Models.of(padded(self.target, self.padding), draft)
 
-    def prefill(self, chunk: Chunk) -> Readable:
-        """Reads a stretch of prompts. Returns the report of `programs.prefill`, not yet on the host."""
-        return self._run(self.prefill_call(chunk))
-
-    def prefill_call(self, chunk: Chunk) -> Call:
-        """Returns the call; so do the methods of other programs, whose defaults stand for no request."""
-        said = self._put(chunk)
-        return Call("prefill", chunk.tokens.shape, lambda state: (self._models, state, said))
-
-    def width_for(self, count: int) -> int:
-        """Returns the fewest rows of a decode program for `count` requests."""
-        return next(width for width in self.widths if width >= count)
-
-    def decode(
-        self,
-        cancelled: Collection[int],
-        slots: Sequence[int],
-        max_rounds: int,
-        enough: int,
-        *,
-        width: int,
-        tier: Tier,
-        greedy: bool,
-    ) -> tuple[Readable, Sequence[int]]:
-        """Runs rounds of the requests at some slots, in `width` rows.
-
-        Returns:
-            The report of `programs.decode`, not yet on the host, and the row of each place in it.
-        """
-        report = self._run(
-            self.decode_call(cancelled, slots, max_rounds, enough, greedy=greedy, width=width, tier=tier)
-        )
-        return report, self.places(slots, width)
-
-    def places(self, slots: Sequence[int], width: int) -> Sequence[int]:
-        """Returns the row of each slot in the report of `decode`."""
-        return range(len(slots)) if width < self.sizes.batch else slots
-
-    def decode_call(
-        self,
-        cancelled: Collection[int] = (),
-        slots: Sequence[int] = (),
-        max_rounds: int = 0,
-        enough: int = 0,
-        *,
-        greedy: bool = True,
-        width: int,
-        tier: Tier,
-    ) -> Call:
-        few = np.int32(max_rounds), np.int32(enough), np.bool_(greedy)
-        said = self._put(*self._rows(cancelled, slots, width), *few)
-        return Call("decode", (width, tier), lambda state: (self._models, state, said), {"tier": tier})
-
-    def catch_up(self, cancelled: Collection[int], slots: Iterable[int]) -> None:
-        """Lets a head that rested read what it missed of the requests at some slots, one after the other.
-
-        One program serves any number of them. The tokens missed of one request are many rows already.
-        """
-        for slot in slots:
-            self._run(self.catch_up_call(cancelled, slot))
-
-    def catch_up_call(self, cancelled: Collection[int] = (), slot: int = 0) -> Call:
-        said = self._put(*self._rows(cancelled, [slot], 1))
-        return Call("catch_up", (), lambda state: (self._models, state, said))
-
-    def _rows(
-        self, cancelled: Collection[int], slots: Sequence[int], width: int
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Makes `cancelled` and `slots` of `programs.decode`."""
-        batch = self.sizes.batch
-        ended = np.zeros(batch, bool)
-        ended[list(cancelled)] = True
-        if width == batch:
-            return ended, None
-        rows = np.full(width, batch, np.int32)
-        rows[: len(slots)] = slots
-        return ended, rows
-
-    def note_prompt(self, slot: int, ids: list[int]) -> None:
-        """Notes a prompt's tokens, for penalties and for lookup."""
-        self._run(self.note_call(slot, ids))
-
-    def note_call(self, slot: int = 0, ids: Sequence[int] = ()) -> Call:
-        tokens = np.full(self.sizes.max_length, -1, np.int32)
-        tokens[: len(ids)] = ids
-        said = self._put(np.int32(slot), tokens)
-        return Call("note_prompt", (), lambda state: (state, said))
-
-    def rehearse(self) -> None:
-        """Makes all slots busy, with sequences of `MEASURED_LENGTH` meaningless tokens; for measurements only."""
-        self._run(self.rehearse_call())
-        self.wait()
-
-    def rehearse_call(self) -> Call:
-        said = self._put(np.int32(self.measured_length))
-        return Call("rehearse", (), lambda state: (state, said))
+    def run(self, call: Call) -> Any:
+        """Runs a program on the state. Returns its report, not yet on the host; None where it has none."""
+        program = self._ready.get(call.key)
+        first = program is None and call.key not in self._called
+        self._called.add(call.key)
+        program = program or getattr(programs, call.name)
+        with self._running() as state, told(f"compiling {call.name} (first call)") if first else _SILENCE:
+            result = program(*self._arguments(call, state))
+            self._state, report = result if isinstance(result, tuple) else (result, None)
+        return report
 
     def begin(self) -> None:
         """Compiles the program that makes the state, and lets `compile` know its shapes. Forgets the state."""
@@ -275,13 +190,12 @@ class ModelRunner:
     def compile(self, call: Call) -> None:
         """Compiles the program of a call, unless it is; from any thread, beside calls. Needs `begin`."""
         ready = self._ready  # `replace_target` may begin another meanwhile
-        if (key := (call.name, *call.form)) in ready:
+        if call.key in ready:
             return
         before = programs.compiled()
-        arguments = call.arguments(self._example)
         with mesh_set(self.mesh):
-            ready[key] = _compiled(getattr(programs, call.name), arguments, self._example, call.static)
-        self.ready += call.name != "rehearse"
+            arguments = self._arguments(call, self._example)
+            ready[call.key] = _compiled(getattr(programs, call.name), arguments, self._example)
         self._count_compiled(before)
 
     def lend(self, work: Callable[[Models, State], tuple[State, T]]) -> T:
@@ -291,14 +205,13 @@ class ModelRunner:
         return result
 
     @property
-    def measured_length(self) -> int:
-        """Tokens of each sequence in measured rounds."""
-        return min(self.sizes.max_length // 2, MEASURED_LENGTH)
-
-    @property
     def lockstep(self) -> bool:
         """True if other processes hold devices of the mesh: they must make the same calls."""
         return self.mesh is not None and len({device.process_index for device in self.mesh.devices.flat}) > 1
+
+    def use(self, widths: Iterable[int], chunks: Iterable[tuple[int, int]]) -> None:
+        """Sets which decode and prefill programs are in use, from any thread: see `widths` and `chunks`."""
+        self.widths, self.chunks = sorted(widths), list(chunks)
 
     @property
     def rests(self) -> bool:
@@ -312,17 +225,6 @@ class ModelRunner:
     def reset(self) -> None:
         """Forgets the state; the next call begins with an empty one."""
         self._state = None
-
-    def _run(self, call: Call) -> Any:
-        """Runs a program on the state; returns what else it returns."""
-        program = self._ready.get(key := (call.name, *call.form))
-        first = program is None and key not in self._called
-        self._called.add(key)
-        program = program or functools.partial(getattr(programs, call.name), **call.static)
-        with self._running() as state, told(f"compiling {call.name} (first call)") if first else _SILENCE:
-            result = program(*call.arguments(state))
-            self._state, report = result if isinstance(result, tuple) else (result, None)
-        return report
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[State]:
@@ -341,10 +243,11 @@ class ModelRunner:
             self.compiled += fresh
             machine.release_freed()
 
-    def _put(self, *said: Any) -> Packed:
-        """Puts what the host says on all devices; every process of the mesh says the same."""
+    def _arguments(self, call: Call, state: State | None) -> tuple[Any, ...]:
+        """Puts what the host sends on all devices, behind the others; every process of the mesh sends the same."""
         place = jnp.asarray if self.mesh is None else functools.partial(put, sharding=replicated(self.mesh))
-        return jax.tree.map(place, Packed.of(*said))
+        of_models = () if call.name in programs.OF_STATE else (self._models,)
+        return *of_models, state, jax.tree.map(place, call.sent)
 
 
 def _as_before(before: Any, model: Any, *, rounds: bool) -> Any:
@@ -362,9 +265,7 @@ def _as_before(before: Any, model: Any, *, rounds: bool) -> Any:
     return jax.tree.unflatten(structure, map(place, jax.tree.leaves(before), leaves))
 
 
-def _compiled(
-    program: Callable[..., Any], arguments: tuple[Any, ...], donated: State | None, static: Mapping[str, Any]
-) -> Callable[..., Any]:
+def _compiled(program: Callable[..., Any], arguments: tuple[Any, ...], donated: State | None) -> Callable[..., Any]:
     """Compiles a program for these arguments, without a call; returns it.
 
     Args:
@@ -377,7 +278,7 @@ def _compiled(
     def flat(*leaves: Any) -> list[Any]:  # what describes a compiled program has other leaves than arrays
         nonlocal results
         function: Any = program
-        found, results = jax.tree.flatten(function.__wrapped__(*jax.tree.unflatten(structure, leaves), **static))
+        found, results = jax.tree.flatten(function.__wrapped__(*jax.tree.unflatten(structure, leaves)))
         return found
 
     flat.__name__ = program.__name__

@@ -22,6 +22,7 @@ _DISPATCH = 64
 # On CPUs 2 and 4 rows cost as much as one with float32 weights; from 8 rows on, twice the rows cost at least 1.4 times
 # as much.
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256)
+MEASURED_LENGTH = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Sizes:
     def cache_length(self) -> int:
         """Slots of the longest request, in its pages."""
         return self.pages_per_sequence * self.page_size
+
+    @property
+    def measured_length(self) -> int:
+        """Tokens of each sequence in measured rounds."""
+        return min(self.max_length // 2, MEASURED_LENGTH)
 
     @property
     def columns(self) -> int:

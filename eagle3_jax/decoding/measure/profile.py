@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eagle3_jax.decoding.device import shapes
+from eagle3_jax.decoding.device import calls, shapes
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.rounds.round import Verified, draft_tree, extend, verify_tree
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree
-from eagle3_jax.decoding.tier import Tier
+from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.kernels.linear.layouts import bytes_of
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.target import TargetModel
@@ -52,7 +52,7 @@ class Round:
 def draft_stage(models: Models, state: State, *, tier: Tier) -> tuple[State, TokenTree]:
     """Runs `draft_tree` for greedy requests."""
     target, head = models.modules()
-    nodes, state = draft_tree(target, head if tier.head else None, state, tree=tier.tree, greedy=True)
+    nodes, state = draft_tree(target, head, state, RoundPlan(tier, greedy=True))
     return state, nodes
 
 
@@ -60,7 +60,7 @@ def draft_stage(models: Models, state: State, *, tier: Tier) -> tuple[State, Tok
 def verify_stage(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tuple[State, Verified]:
     """Runs `verify_tree`: the target's pass, and the commit."""
     target, _ = models.modules()
-    verified, state = verify_tree(target, state, nodes, tree=tier.tree, head=tier.head, greedy=True)
+    verified, state = verify_tree(target, state, nodes, RoundPlan(tier, greedy=True))
     return state, verified
 
 
@@ -68,7 +68,7 @@ def verify_stage(models: Models, state: State, nodes: TokenTree, *, tier: Tier) 
 def extend_stage(models: Models, state: State, verified: Verified, *, tier: Tier) -> State:
     """Runs `extend`: the head reads true features."""
     target, head = models.modules()
-    return extend(target, head if tier.head else None, state, verified, greedy=True)
+    return extend(target, head, state, verified, RoundPlan(tier, greedy=True))
 
 
 def measure(runner: ModelRunner, tier: Tier) -> Round:
@@ -78,21 +78,25 @@ def measure(runner: ModelRunner, tier: Tier) -> Round:
     """
 
     def dispatch(tier: Tier, count: int) -> None:
-        runner.decode((), range(batch), count, batch, width=batch, tier=tier, greedy=True)
+        runner.run(calls.decode(sizes, (), range(batch), count, batch, width=batch, tier=tier))
         runner.wait()
 
-    vanilla, most, batch = runner.tiers[0], shapes.ROUNDS, runner.sizes.batch
+    def rehearse() -> None:
+        runner.run(calls.rehearse(sizes))
+        runner.wait()
+
+    vanilla, most, sizes, batch = runner.tiers[0], shapes.ROUNDS, runner.sizes, runner.sizes.batch
     kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
     works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
-    one, several, single, plain = timing.in_turns(works, runner.rehearse)
-    runner.rehearse()
+    one, several, single, plain = timing.in_turns(works, rehearse)
+    rehearse()
     seconds = runner.lend(lambda models, state: times(models, state, tier))
     runner.reset()
     host = max(0.0, (most * single - plain) / (most - 1)) / most
     return Round(
         plain / most + max(0.0, one - single) if tier.copies_alone else several / most,
         seconds | {"host": host},
-        bytes_read(Models.of(runner.target, runner.draft), tier, batch, runner.measured_length, runner.kv_dtype),
+        bytes_read(Models.of(runner.target, runner.draft), tier, batch, sizes.measured_length, runner.kv_dtype),
     )
 
 

@@ -22,7 +22,7 @@ from eagle3_jax.decoding.rounds.state import (
     put_at,
     put_logprobs,
 )
-from eagle3_jax.decoding.tier import scratch_tokens, steps_of
+from eagle3_jax.decoding.tier import RoundPlan, Tier, scratch_tokens, steps_of
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -106,7 +106,8 @@ def generate(
         greedy=greedy,
         logprobs=logprobs,
     )
-    return run_rounds(target, draft, state, max_tokens, batch, tree=tree, greedy=greedy)
+    tier = Tier(tree, head=tree is not None and draft is not None)
+    return run_rounds(target, draft, state, max_tokens, batch, RoundPlan(tier, greedy))
 
 
 def prefill(

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds import lookup
 from eagle3_jax.decoding.rounds.draft import grow
 from eagle3_jax.decoding.rounds.sampling import COINS
@@ -35,7 +34,7 @@ from eagle3_jax.decoding.rounds.state import (
 )
 from eagle3_jax.decoding.rounds.tree import TokenTree, chain_of_copies, root_only
 from eagle3_jax.decoding.rounds.verify import Walk, pretend, row_of, verify
-from eagle3_jax.decoding.tier import steps_of
+from eagle3_jax.decoding.tier import RoundPlan, steps_of
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
@@ -46,47 +45,34 @@ def advance(
     target: TargetModel,
     draft: Draft | None,
     state: State,
-    *,
-    tree: DraftTree | None,
-    greedy: bool | Bool[Array, ""],
-    simulated: float | None = None,
+    plan: RoundPlan,
 ) -> State:
-    """Runs one round: draft, verify and commit, extend the head with true features.
-
-    Args:
-        draft: with None the state's head, if it has one, rests.
-        greedy: see `verify`.
-        simulated: see `verify_tree`.
-    """
-    nodes, state = draft_tree(target, draft, state, tree=tree, greedy=greedy)
-    head = draft is not None
-    verified, state = verify_tree(target, state, nodes, tree=tree, head=head, greedy=greedy, simulated=simulated)
+    """Runs one round: draft, verify and commit, extend the head with true features."""
+    nodes, state = draft_tree(target, draft, state, plan)
+    verified, state = verify_tree(target, state, nodes, plan)
     if state.last_tree is not None:
         last_tree = state.last_tree.note(nodes, verified.walk.path, ~state.done)
         state = dataclasses.replace(state, last_tree=last_tree)
-    return extend(target, draft, state, verified, greedy=greedy)
+    return extend(target, draft, state, verified, plan)
 
 
 def draft_tree(
     target: TargetModel,
     draft: Draft | None,
     state: State,
-    *,
-    tree: DraftTree | None,
-    greedy: bool | Bool[Array, ""],
+    plan: RoundPlan,
 ) -> tuple[TokenTree, State]:
     """Drafts a round's tree; the head's scratch behind the committed pairs is written."""
-    this = behind(state)
-    copied = None
-    if tree is not None and tree.lookup_tokens and state.history is not None:
-        copied = lookup.copy(state.history, this.lengths, tree.lookup_tokens)
+    tree, this, copied = plan.tier.tree, behind(state), None
     if tree is None:
         return root_only(state.root), state
+    if tree.lookup_tokens and state.history is not None:
+        copied = lookup.copy(state.history, this.lengths, tree.lookup_tokens)
     state = dataclasses.replace(state, drafted=state.drafted + (~state.done).astype(jnp.int32))
-    if draft is None or state.draft_cache is None or state.draft_state is None:
+    if not plan.tier.head or draft is None or state.draft_cache is None or state.draft_state is None:
         assert copied is not None
         return chain_of_copies(state.root, copied), state
-    drawing = state.requests.sampling if tree.sample_drafts and greedy is not True else None
+    drawing = state.requests.sampling if tree.sample_drafts and plan.greedy is not True else None
     nodes, cache = grow(
         target,
         draft,
@@ -97,7 +83,7 @@ def draft_tree(
         state.draft_cache,
         drawing,
         copied,
-        greedy=greedy,
+        greedy=plan.greedy,
     )
     return nodes, dataclasses.replace(state, draft_cache=cache)
 
@@ -129,34 +115,24 @@ def verify_tree(
     target: TargetModel,
     state: State,
     nodes: TokenTree,
-    *,
-    tree: DraftTree | None,
-    head: bool,
-    greedy: bool | Bool[Array, ""],
-    simulated: float | None = None,
+    plan: RoundPlan,
 ) -> tuple[Verified, State]:
-    """Runs the target over the drafts, and commits the accepted path to its cache. Logits that are not finite fail.
-
-    Args:
-        head: whether drafts come from the head, not from the text alone.
-        simulated: for benchmarks only: accepts each draft with this probability, whatever the target's logits.
-    """
+    """Runs the target over the drafts, and commits the accepted path to its cache. Logits that are not finite fail."""
     this = behind(state)
-    lengths = this.lengths
-    steps, sampling = steps_of(tree), state.requests.sampling
-    branches = tree is not None and head and (tree.topk > 1 or tree.lookup_tokens > 0)
-    positions, mask = lengths[:, None] + nodes.depths, nodes.mask if branches else None
+    lengths, tier, greedy = this.lengths, plan.tier, plan.greedy
+    steps, sampling = steps_of(tier.tree), state.requests.sampling
+    positions, mask = lengths[:, None] + nodes.depths, nodes.mask if tier.branches else None
     of_nodes = dataclasses.replace(this, positions=positions, tail_mask=mask)
     hidden, aux, cache = target(nodes.tokens, of_nodes, state.cache)
     logits = target.logits(hidden)
-    if simulated is None:
+    if tier.simulated is None:
         walk, bonus, processed = verify(
             nodes, logits, steps, sampling, lengths, state.requests.stop_ids, state.token_counts, greedy=greedy
         )
     else:
-        walk, bonus = pretend(nodes, logits, sampling.uniform(lengths, COINS, steps) < simulated)
+        walk, bonus = pretend(nodes, logits, sampling.uniform(lengths, COINS, steps) < tier.simulated)
         processed = None if greedy is True else jnp.zeros(walk.path.shape)
-    if branches:
+    if tier.branches:
         cache = cache.commit(this, walk.path)
     failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
     verified = Verified(
@@ -180,9 +156,7 @@ def verify_tree(
     )
 
 
-def extend(
-    target: TargetModel, draft: Draft | None, state: State, verified: Verified, *, greedy: bool | Bool[Array, ""]
-) -> State:
+def extend(target: TargetModel, draft: Draft | None, state: State, verified: Verified, plan: RoundPlan) -> State:
     """Adds a round's tokens to the state; the head reads them with the target's features, or rests."""
     this = behind(state)
     walk, chosen, lengths = verified.walk, verified.chosen, this.lengths
@@ -191,7 +165,7 @@ def extend(
     count, accepted, ended = _cut(state, chosen, walk.accepted)
     row = jnp.maximum(count - 1, 0)
     draft_cache, draft_state, unread = state.draft_cache, state.draft_state, state.unread
-    if draft is not None and draft_cache is not None and draft_state is not None:
+    if plan.tier.head and draft is not None and draft_cache is not None and draft_state is not None:
         features = draft.head.fuse(verified.aux)
         of_chosen = dataclasses.replace(this, positions=positions, row=row)
         states, draft_cache = draft.head.feed(target.embed[...], chosen, features, of_chosen, draft_cache)
@@ -199,9 +173,9 @@ def extend(
     elif unread is not None:
         unread = unread.note(chosen, verified.aux, count)
     token_counts, logprobs = state.token_counts, state.logprobs
-    if greedy is not True and token_counts is not None:
+    if plan.greedy is not True and token_counts is not None:
         token_counts = token_counts.add(chosen, width < count[:, None])
-    if logprobs is not None and greedy is not True:
+    if logprobs is not None and plan.greedy is not True:
         asked = (state.requests.logprobs >= 0).any()
         logprobs = _with_logprobs(logprobs, asked, verified, state.num_output)
     history, observed = state.history, state.observed
@@ -284,31 +258,26 @@ def run_rounds(
     state: State,
     max_rounds: Int[Array, ""] | int,
     stop_at: Int[Array, ""] | int,
-    *,
-    tree: DraftTree | None,
-    greedy: bool | Bool[Array, ""],
-    simulated: float | None = None,
+    plan: RoundPlan,
 ) -> State:
-    """Runs rounds until `stop_at` sequences are done, at most `max_rounds` of them, in one loop on the device.
-
-    Args:
-        simulated: see `verify_tree`.
-    """
+    """Runs rounds until `stop_at` sequences are done, at most `max_rounds` of them, in one loop on the device."""
 
     def proceed(carry: tuple[Array, State]) -> Array:
         return (carry[0] < max_rounds) & (carry[1].done.sum() < stop_at)
 
-    def round_of(tree: DraftTree | None) -> Callable[[State], State]:
-        return lambda state: advance(target, draft, state, tree=tree, greedy=greedy, simulated=simulated)
+    def round_of(plan: RoundPlan) -> Callable[[State], State]:
+        return lambda state: advance(target, draft, state, plan)
+
+    undrafted = dataclasses.replace(plan, tier=dataclasses.replace(plan.tier, tree=None))
 
     def body(carry: tuple[Array, State]) -> tuple[Array, State]:
         number, state = carry
-        if tree is None or draft is not None:
-            state = round_of(tree)(state)
+        if not plan.tier.copies_alone:
+            state = round_of(plan)(state)
         else:
             assert state.history is not None
             found = lookup.continuation(state.history, state.lengths, 1)[1] > 0  # without a match there are no drafts
-            state = jax.lax.cond((found & ~state.done).any(), round_of(tree), round_of(None), state)
+            state = jax.lax.cond((found & ~state.done).any(), round_of(plan), round_of(undrafted), state)
         if state.ends is not None:
             state = dataclasses.replace(state, ends=state.ends.at[:, number].set(state.num_output))
         return number + 1, state

@@ -63,14 +63,15 @@ def test_a_tier_for_every_dispatch_and_the_tokens_are_vanilla_s(engine, vanilla,
 def test_a_head_that_drafts_has_read_everything(engine, monkeypatch):
     """Whoever was decoded without it, and joined or left meanwhile."""
     take_turns(engine, monkeypatch, [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN])
-    decode, unread = engine._runner.decode, collections.defaultdict(list)
+    run, unread = engine.own_runner.run, collections.defaultdict(list)
 
-    def watched(*args, tier, **kwargs):
-        state = engine._runner._state
-        unread[tier.name] += np.asarray(state.unread.count)[~np.asarray(state.done)].tolist()
-        return decode(*args, tier=tier, **kwargs)
+    def watched(call):
+        if call.name == "decode":
+            state = engine.own_runner._state
+            unread[call.form["tier"].name] += np.asarray(state.unread.count)[~np.asarray(state.done)].tolist()
+        return run(call)
 
-    monkeypatch.setattr(engine._runner, "decode", watched)
+    monkeypatch.setattr(engine.own_runner, "run", watched)
     engine.generate(*requests(16, seed=3))
     assert len(unread["chain 3"]) > 10 and not any(unread["chain 3"])
     assert any(unread["lookup 8"])
@@ -285,17 +286,17 @@ def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatc
     """Only in the first round of a dispatch: four of them would be three vanilla rounds in disguise."""
     asked = []
 
-    def decode(cancelled, places, rounds, enough, *, width, tier, greedy):
-        asked.append((tier.name, rounds))
+    def run(call):
+        asked.append((call.form["tier"].name, int(call.sent.arguments()[2])))
 
     def timed(works, prepare):
         for work in works[:4]:
             work()
         return [8.0, 5.0, 12.0, 2.5, 1.0]
 
-    monkeypatch.setattr(engine._runner, "decode", decode)
+    monkeypatch.setattr(engine.own_runner, "run", run)
     monkeypatch.setattr(costs.timing, "in_turns", timed)
-    measured = costs.round_costs(engine._runner, [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], greedy=True, width=2)
+    measured = costs.round_costs(engine.own_runner, [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], greedy=True, width=2)
     assert asked == [("vanilla", 4), ("lookup 8", 1), ("chain 3", 4), ("vanilla", 1)]
     assert measured == Costs({"vanilla": 2.0, "lookup 8": 2.0 + 5.0 - 2.5, "chain 3": 3.0}, 1.0)
 

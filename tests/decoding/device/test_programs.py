@@ -16,7 +16,7 @@ from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.unread import ROOM
-from eagle3_jax.decoding.tier import VANILLA, Tier, scratch_tokens
+from eagle3_jax.decoding.tier import VANILLA, RoundPlan, Tier, scratch_tokens
 
 
 @pytest.mark.slow
@@ -27,9 +27,9 @@ def test_what_was_cancelled_never_runs_again(toy):
     state = programs.rehearse(state, np.int32(8))
     before, pages = np.array(state.cache.keys[0]), np.array(state.page_table)[:, 0]
     cancelled, nobody = jnp.array([True, False, False]), jnp.zeros(3, bool)
-    one = jnp.int32(1), jnp.int32(3)
-    state, narrow = programs.decode(models, state, cancelled, jnp.array([1, 3]), *one, tier=VANILLA, greedy=True)
-    state, whole = programs.decode(models, state, nobody, None, *one, tier=VANILLA, greedy=True)
+    one, plan = (jnp.int32(1), jnp.int32(3)), RoundPlan(VANILLA, jnp.bool_(True))
+    state, narrow = programs.decode(models, state, cancelled, jnp.array([1, 3]), *one, plan)
+    state, whole = programs.decode(models, state, nobody, None, *one, plan)
     after = np.array(state.cache.keys[0])
     assert [bool((after[page] != before[page]).any()) for page in pages] == [False, True, True]
     assert state.lengths.tolist() == [8, 10, 9] and state.done.tolist() == [True, False, False]
@@ -43,13 +43,13 @@ def test_rounds_of_greedy_requests_and_others_in_one_program_copy_no_cache(toy):
     state = jax.jit(lambda m: empty_state(m, sizes, [tier], None))(models)
     assert state.draft_cache is not None
     few, nobody = (jnp.int32(1), jnp.int32(3)), jnp.zeros(3, bool)
-    leaves, structure = jax.tree.flatten((models, state, nobody, None, *few, jnp.bool_(True)))
+    leaves, structure = jax.tree.flatten((models, state, nobody, None, *few, RoundPlan(tier, jnp.bool_(True))))
     first = len(jax.tree.leaves(models))
     places = range(first, first + len(jax.tree.leaves(state)))
     decode: Any = programs.decode
 
     def run(*leaves):
-        return jax.tree.leaves(decode.__wrapped__(*jax.tree.unflatten(structure, leaves), tier=tier))
+        return jax.tree.leaves(decode.__wrapped__(*jax.tree.unflatten(structure, leaves)))
 
     text = jax.jit(run, donate_argnums=places).lower(*leaves).compile().as_text() or ""
     caches = [*state.cache.keys, *state.draft_cache.keys]

@@ -21,7 +21,7 @@ from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import ALONE, PACKED, Sizes
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TokenLogprobs, put_logprobs
-from eagle3_jax.decoding.tier import Tier
+from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.mesh import parameter_path, shardings
 from eagle3_jax.models.drafts.dflash import SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
@@ -264,8 +264,8 @@ def check(
             return jax.tree.leaves(jitted.__wrapped__(models, state, chunk))
         if name == "catch_up":
             return jax.tree.leaves(jitted.__wrapped__(models, state, *rows))
-        few = jnp.int32(4), jnp.int32(1), jnp.bool_(True) if greedy else all_greedy
-        return jax.tree.leaves(jitted.__wrapped__(models, state, *rows, *few, tier=tiers_of(tree)[0]))
+        plan = RoundPlan(tiers_of(tree)[0], jnp.bool_(True) if greedy else all_greedy)
+        return jax.tree.leaves(jitted.__wrapped__(models, state, *rows, jnp.int32(4), jnp.int32(1), plan))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         either = jax.ShapeDtypeStruct((), bool, sharding=NamedSharding(mesh, PartitionSpec()))

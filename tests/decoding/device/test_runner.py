@@ -12,7 +12,7 @@ from flax import nnx
 
 from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding.choice.tiers import WITH_HEAD
-from eagle3_jax.decoding.device import runner
+from eagle3_jax.decoding.device import calls, runner
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.memory import empty_state, tokens_that_fit
 from eagle3_jax.decoding.device.models import Models
@@ -70,7 +70,7 @@ def test_on_a_mesh_a_device_is_filled_whether_or_not_the_heads_divide(monkeypatc
     def taken(pages: int) -> int:
         planned = dataclasses.replace(sizes, pages=pages)
         runs = runner.ModelRunner(target, None, tiers, planned, None)
-        runs.note_prompt(0, [1, 2])
+        runs.run(calls.note_prompt(runs.sizes, 0, [1, 2]))
         return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runs._state))
 
     assert taken(pages) <= 0.8 * limit < taken(pages + 1)
@@ -96,9 +96,9 @@ def test_what_compilers_freed_goes_back_when_a_program_was_compiled(toy, monkeyp
     monkeypatch.setattr(machine, "release_freed", lambda: released.append(1))
     odd_length = 72  # which no other test has compiled programs of
     runs = runner.ModelRunner(toy.target, None, [VANILLA], Sizes.plan(1, odd_length, PAGE_SIZE, [VANILLA]), None)
-    runs.note_prompt(0, [1, 2])
+    runs.run(calls.note_prompt(runs.sizes, 0, [1, 2]))
     assert released == [1], "a call that compiles"
-    runs.note_prompt(0, [1, 2])
+    runs.run(calls.note_prompt(runs.sizes, 0, [1, 2]))
     assert released == [1], "a call that compiles nothing"
 
 
@@ -108,22 +108,24 @@ def test_a_dispatch_sends_one_array(toy, monkeypatch):
     target, tiers = jax.device_put(toy.target, replicated(mesh)), [VANILLA, *WITH_HEAD]
     runs = runner.ModelRunner(target, toy.good, tiers, Sizes.plan(5, 64, PAGE_SIZE, tiers), None)
     monkeypatch.setattr(runner, "put", lambda value, sharding: sent.append(value.dtype) or put(value, sharding))
-    chunk = Chunk.of((), 4, 16, runs.sizes)
-    calls = [
-        runs.prefill_call(chunk),
-        runs.decode_call(width=5, tier=VANILLA),
-        runs.decode_call([1], [2, 0], 4, 1, width=4, tier=VANILLA),
-        runs.catch_up_call([4], 3),
-        runs.note_call(2, [7, 8]),
-        runs.rehearse_call(),
+    chunk, sizes = Chunk.of((), 4, 16, runs.sizes), runs.sizes
+    every = [
+        calls.prefill(sizes, rows=4, length=16),
+        calls.decode(sizes, width=5, tier=VANILLA),
+        calls.decode(sizes, [1], [2, 0], 4, 1, width=4, tier=VANILLA),
+        calls.catch_up(sizes, [4], 3),
+        calls.note_prompt(sizes, 2, [7, 8]),
+        calls.rehearse(sizes),
     ]
-    assert sent == [np.int32] * len(calls)
-    said = [call.arguments(None)[-1].arguments() for call in calls]
+    placed = [runs._arguments(call, None)[-1] for call in every]
+    assert sent == [np.int32] * len(every)
+    said = [one.arguments() for one in placed]
     for leaf, packed in zip(jax.tree.leaves(chunk), jax.tree.leaves(said[0]), strict=True):
         assert leaf.dtype == packed.dtype
         np.testing.assert_array_equal(leaf, packed)
-    assert [None if x is None else x.tolist() for x in said[1]] == [[False] * 5, None, 0, 0, True]
-    assert [x.tolist() for x in said[2]] == [[False, True, False, False, False], [2, 0, 5, 5], 4, 1, True]
+    assert [None if x is None else x.tolist() for x in said[1][:4]] == [[False] * 5, None, 0, 0]
+    assert [x.tolist() for x in said[2][:4]] == [[False, True, False, False, False], [2, 0, 5, 5], 4, 1]
+    assert [(x[4].tier, bool(x[4].greedy)) for x in said[1:3]] == [(VANILLA, True)] * 2
     assert [x.tolist() for x in said[3]] == [[False] * 4 + [True], [3]]
     assert [x.tolist() for x in said[4]] == [2, [7, 8] + [-1] * 62]
 
@@ -147,13 +149,13 @@ def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch
     engine = Engine(tied, tokenizer, toy.good, CHAIN, max_length=64, page_size=PAGE_SIZE)
     prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=9)
     before = [output.token_ids for output in engine.generate(prompts, params)]
-    assert not works and not engine._runner.padding
-    monkeypatch.setattr(engine._runner, "compile", lambda _: None)
+    assert not works and not engine.own_runner.padding
+    monkeypatch.setattr(engine.own_runner, "compile", lambda _: None)
     engine.warm_up(progress=False)
-    kinds = engine._runner.padding
+    kinds = engine.own_runner.padding
     assert set(kinds.values()) == {(4, 8, 16)} and len(works) == len(kinds)
     assert {kind.shape for kind in kinds if kind.vocabulary} == {toy.target.embed.shape, toy.good.head.lm_head.shape}
-    target, draft = engine._runner._models.modules()
+    target, draft = engine.own_runner._models.modules()
     assert draft is not None
     for matrix in (target.lm_head, target.blocks[0].mlp.down, draft.head.fc, draft.head.lm_head):
         assert matrix[...].rows == (4, 8, 16)  # pyrefly: ignore

@@ -18,7 +18,7 @@ from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile
-from eagle3_jax.decoding.tier import Tier
+from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.formats import mtp
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel
@@ -40,7 +40,7 @@ def busy(models: Models):
 def test_one_after_the_other_they_are_a_round(toy, tier):
     models = Models.of(toy.target, toy.good)
     whole, _ = programs.decode(
-        models, busy(models), np.zeros(2, bool), None, np.int32(1), np.int32(2), tier=tier, greedy=True
+        models, busy(models), np.zeros(2, bool), None, np.int32(1), np.int32(2), RoundPlan(tier, np.True_)
     )
     state, nodes = profile.draft_stage(models, busy(models), tier=tier)
     state, judged = profile.verify_stage(models, state, nodes, tier=tier)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hlo import product_and_sum_fusions
 from jax.extend.core import jaxprs_in_params
-from toy import CHAIN, LENGTHS, MAX_TOKENS, TEXTS, TREE, generated
+from toy import CHAIN, LENGTHS, MAX_TOKENS, TEXTS, TREE, generated, plan
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.generate import generate, prefill
@@ -47,7 +47,7 @@ ROUNDS = {
 }
 BOTH = ["chain3", pytest.param("tree3x3", marks=pytest.mark.slow)]
 
-decode = jax.jit(run_rounds, static_argnames=("tree", "greedy"))
+decode = jax.jit(run_rounds, static_argnames="plan")
 
 
 @functools.cache
@@ -184,7 +184,7 @@ def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name
     tree, slots = TREES[name], 128
     state = prefilled(toy, toy.good, TEXTS, LENGTHS, tree)
     for _ in range(5):
-        state = decode(toy.target, toy.good, state, 1, 4, tree=tree, greedy=True)
+        state = decode(toy.target, toy.good, state, 1, 4, plan(tree))
         lengths, counts = np.asarray(state.lengths), np.asarray(state.num_output)
         np.testing.assert_array_equal(lengths, LENGTHS + counts - 1)
         sequences = np.zeros((4, 48), np.int32)
@@ -232,8 +232,8 @@ def test_positions_of_drafting_and_extending(toy, monkeypatch):
             tree=tree,
             greedy=True,
         )
-        first = advance(toy.target, toy.random, state, tree=tree, greedy=True)
-        return first.lengths, advance(toy.target, toy.random, first, tree=tree, greedy=True).lengths
+        first = advance(toy.target, toy.random, state, plan(tree))
+        return first.lengths, advance(toy.target, toy.random, first, plan(tree)).lengths
 
     lengths = [int(length[0]) for length in two_rounds()]
     jax.effects_barrier()
@@ -432,7 +432,7 @@ def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
     @jax.jit
     def program(*leaves):
         state = jax.tree.unflatten(structure, leaves)
-        return jax.tree.leaves(run_rounds(toy.target, toy.good, state, 4, 4, tree=tree, greedy=greedy))
+        return jax.tree.leaves(run_rounds(toy.target, toy.good, state, 4, 4, plan(tree, greedy)))
 
     text = program.lower(*leaves).compile().as_text() or ""
     assert "__ynn_fusion" in text
@@ -460,7 +460,7 @@ def test_greedy_requests_cost_no_random_numbers(toy, name):
         state = prefill(
             toy.target, toy.good, jnp.asarray(TEXTS), jnp.asarray(LENGTHS), *requests, greedy=False, **sizes
         )
-        return advance(toy.target, toy.good, state, tree=tree, greedy=greedy).root
+        return advance(toy.target, toy.good, state, plan(tree, greedy)).root
 
     jaxpr = jax.make_jaxpr(both)(jnp.bool_(True)).jaxpr
     assert random_numbers(jaxpr, min) == 0 < random_numbers(jaxpr, max)

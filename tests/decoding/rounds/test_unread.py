@@ -19,7 +19,7 @@ from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import behind
 from eagle3_jax.decoding.rounds.unread import ROOM, Unread, feed_unread
-from eagle3_jax.decoding.tier import VANILLA, Tier
+from eagle3_jax.decoding.tier import VANILLA, RoundPlan, Tier
 
 CHAIN = DraftTree(num_steps=2, num_draft_tokens=3)
 COPIES = DraftTree(num_steps=3, num_draft_tokens=4, lookup_tokens=3)
@@ -54,7 +54,7 @@ def wake(toy_target, draft, state):
 
 @functools.partial(jax.jit, static_argnames=("tree", "count", "head"))
 def advance(toy_target, draft, state, tree, count, head):
-    return run_rounds(toy_target, draft if head else None, state, count, 2, tree=tree, greedy=True)
+    return run_rounds(toy_target, draft, state, count, 2, RoundPlan(Tier(tree, head=head), greedy=True))
 
 
 @pytest.mark.slow

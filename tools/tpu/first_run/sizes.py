@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from eagle3_jax.config import DraftTree, MeshConfig, RunConfig, run_file
-from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device import calls, programs
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import profile
@@ -174,7 +174,7 @@ def _rounds(run: Run) -> Iterator[Line]:
     vanilla = engine.tiers.tiers[0]
     if few_rows.counts():
         yield _round(f"{name}: {vanilla.name}, products unpadded", run, engine, vanilla)
-        engine._runner.pad_products()
+        engine.own_runner.pad_products()
     for tier in engine.tiers.tiers:
         yield _round(f"{name}: {tier.name}", run, engine, tier)
 
@@ -192,10 +192,10 @@ def _round(name: str, run: Run, engine: Engine, tier: Tier) -> Line:
         tau = stats.acceptance_length
     seconds = statistics.median(taken[1:])
     read = profile.bytes_read(Models.of(run.target, run.draft), tier, 1, run.prompt + run.answer // 2)
-    runner = engine._runner
-    call = runner.decode_call(width=runner.sizes.batch, tier=tier)
+    runner = engine.own_runner
+    call = calls.decode(runner.sizes, width=runner.sizes.batch, tier=tier)
     with mesh_set(runner.mesh):
-        lowered = programs.decode.lower(*call.arguments(runner._state), **call.static)
+        lowered = programs.decode.lower(*runner._arguments(call, runner._state))
     floor = predict(chip_of(run.mesh.devices.flat[0]), read=read, devices=run.mesh.size)
     numbers = {"tokens_per_second": tau / seconds, "tau": tau, "gigabytes_per_second": read / seconds / 1e9}
     more = f", {tau / seconds:.0f} tokens/s at tau {tau:.2f}"

@@ -1,0 +1,89 @@
+"""The calls of an engine's programs: what the host sends in each. The defaults are for no request, to compile with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.packed import Packed
+from eagle3_jax.decoding.device.shapes import Sizes
+from eagle3_jax.decoding.tier import RoundPlan, Tier
+
+
+class Call(NamedTuple):
+    """A call of one of the programs.
+
+    Attributes:
+        name: the program's, in `programs`, and that of the function here which makes the call.
+        form: the arguments of this function that make it a program of its own.
+        sent: the program's arguments behind models and state.
+    """
+
+    name: str
+    form: dict[str, Any]
+    sent: Packed
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Identifies the program."""
+        return self.name, *self.form.values()
+
+
+def prefill(sizes: Sizes, chunks: Sequence[Chunk] = (), *, rows: int, length: int) -> Call:
+    """Reads stretches of prompts, up to `length` tokens of each."""
+    return Call("prefill", {"rows": rows, "length": length}, Packed.of(Chunk.of(chunks, rows, length, sizes)))
+
+
+def decode(
+    sizes: Sizes,
+    cancelled: Collection[int] = (),
+    slots: Sequence[int] = (),
+    max_rounds: int = 0,
+    enough: int = 0,
+    *,
+    width: int,
+    tier: Tier,
+    greedy: bool = True,
+) -> Call:
+    """Runs rounds of the requests at some slots, in `width` rows: see `programs.decode`."""
+    plan = RoundPlan(tier, np.bool_(greedy))
+    sent = Packed.of(*_rows(sizes, cancelled, slots, width), np.int32(max_rounds), np.int32(enough), plan)
+    return Call("decode", {"width": width, "tier": tier}, sent)
+
+
+def reported_rows(sizes: Sizes, slots: Sequence[int], width: int) -> Sequence[int]:
+    """Returns the row of each slot in the report of `decode`."""
+    return range(len(slots)) if width < sizes.batch else slots
+
+
+def catch_up(sizes: Sizes, cancelled: Collection[int] = (), slot: int = 0) -> Call:
+    """Lets a head that rested read what it missed of the request at a slot; the tokens of one are many rows already."""
+    return Call("catch_up", {}, Packed.of(*_rows(sizes, cancelled, [slot], 1)))
+
+
+def note_prompt(sizes: Sizes, slot: int = 0, ids: Sequence[int] = ()) -> Call:
+    """Notes a prompt's tokens, for penalties and for lookup."""
+    tokens = np.full(sizes.max_length, -1, np.int32)
+    tokens[: len(ids)] = ids
+    return Call("note_prompt", {}, Packed.of(np.int32(slot), tokens))
+
+
+def rehearse(sizes: Sizes) -> Call:
+    """Makes all slots busy, with sequences of `Sizes.measured_length` meaningless tokens; for measurements only."""
+    return Call("rehearse", {}, Packed.of(np.int32(sizes.measured_length)))
+
+
+def _rows(
+    sizes: Sizes, cancelled: Collection[int], slots: Sequence[int], width: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Makes `cancelled` and `slots` of `programs.decode`."""
+    ended = np.zeros(sizes.batch, bool)
+    ended[list(cancelled)] = True
+    if width == sizes.batch:
+        return ended, None
+    rows = np.full(width, sizes.batch, np.int32)
+    rows[: len(slots)] = slots
+    return ended, rows
