@@ -21,13 +21,13 @@ os.environ["EAGLE3_CPU_KERNELS"] = "0"  # products are XLA's operations, which c
 
 import jax
 import jax.numpy as jnp
-from eagle3_jax.decoding.engine import PAGE_SIZE
 from jax.extend.core import Var, jaxprs_in_params
 
 from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
+from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.rounds.round import advance, draft_tree
 from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.kernels.linear import quantised
@@ -117,8 +117,8 @@ def counted(config: RunConfig, tree: DraftTree | None, context: int, batch: int 
     plan = RoundPlan(tier, greedy=True)
     # A TPU multiplies groups by a Pallas kernel; XLA's operations for them read more.
     with mock.patch.object(quantised, "choose", lambda _, *, pallas: "pallas" if pallas else "xla"):
-        drafting = jax.make_jaxpr(lambda *given: draft_tree(*given, plan)[1].draft_cache)(target, draft, state)
-        whole = jax.make_jaxpr(lambda *given: advance(*given, plan))(target, draft, state)
+        drafting = jax.make_jaxpr(lambda *x: draft_tree(x[0], x[1], x[2], plan)[1].draft_cache)(target, draft, state)
+        whole = jax.make_jaxpr(lambda *x: advance(x[0], x[1], x[2], plan))(target, draft, state)
     return work(drafting.jaxpr), work(whole.jaxpr)
 
 
