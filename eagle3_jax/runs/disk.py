@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 import filelock
 
 from eagle3_jax.runs import processes
-from eagle3_jax.runs.bucket import access, addresses, copies, leases, logs, objects
-from eagle3_jax.runs.bucket.addresses import Path
+from eagle3_jax.runs.bucket import access, clients, copies, leases, logs, objects
+from eagle3_jax.runs.bucket.clients import Path
 
 # The object that marks a folder of a bucket as whole.
 _LAST = "manifest.json"
@@ -51,12 +51,12 @@ class LockError(ValueError):
 
 def path_of(address: str | Path) -> Path:
     """Makes a path, of a local file or in a bucket."""
-    return addresses.path_of(address) if is_remote(address) else pathlib.Path(address)
+    return clients.path_of(address) if is_remote(address) else pathlib.Path(address)
 
 
 def is_remote(path: str | Path) -> bool:
     """Tells whether a path lies in a bucket."""
-    return addresses.is_address(path)
+    return clients.is_address(path)
 
 
 def check_address(field: str, address: str, *, writable: bool = True) -> None:
@@ -314,10 +314,8 @@ class Log:
 
 def log_lines(path: Path) -> list[bytes]:
     """Reads the whole lines of a log; empty where there is none. Cuts a last line that a kill tore off the file."""
-    if is_remote(path):
-        return b"".join(logs.read_segments(path)).splitlines()
-    cut_torn_line(path)
-    return path.read_bytes().splitlines() if path.exists() else []
+    with open_log(path) as stream:
+        return stream.read().splitlines()
 
 
 def read_log(path: str | Path) -> list[Any]:

@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from eagle3_jax.runs.bucket import addresses
+from eagle3_jax.runs.bucket import clients
 
 _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 _chosen: str | None = None  # the folder that `keep_programs` set
@@ -102,8 +102,8 @@ def keep_programs_in_bucket(run_dir: str) -> None:
 
     settings: Any = jax.config
     # Programs of CPUs are of one kind of CPU. Those that take less than a second, JAX's limit, take as long to fetch.
-    if has_tpu() and addresses.is_address(run_dir) and not settings.jax_compilation_cache_dir:
-        settings.update("jax_compilation_cache_dir", str(addresses.path_of(run_dir) / "programs"))
+    if has_tpu() and clients.is_address(run_dir) and not settings.jax_compilation_cache_dir:
+        settings.update("jax_compilation_cache_dir", str(clients.path_of(run_dir) / "programs"))
 
 
 def release_freed() -> None:

@@ -7,7 +7,7 @@ import re
 import uuid
 from typing import Final
 
-from eagle3_jax.runs.bucket import addresses, clients, objects
+from eagle3_jax.runs.bucket import clients, objects
 
 _PACKAGES: Final = ("gcsfs", "google.cloud.storage", "tensorstore", "etils")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
@@ -20,7 +20,7 @@ def check(address: str, *, writable: bool) -> None:
     Raises:
         ValueError: "got ..., expected ...", without the field's name.
     """
-    bucket, _ = addresses.split(address)
+    bucket, _ = clients.split(address)
     if not _BUCKET.fullmatch(bucket):
         raise ValueError(f"got {address!r}, expected gs://BUCKET/FOLDER")
     missing = [name for name in _PACKAGES if not _is_installed(name)]
@@ -37,8 +37,8 @@ def check(address: str, *, writable: bool) -> None:
         if next(iter(client.list_blobs(bucket, max_results=1, timeout=_TIMEOUT, retry=None)), None) is None:
             client.get_bucket(bucket, timeout=_TIMEOUT, retry=None)  # an emulator lists a missing bucket as empty
         if writable:
-            objects.put(addresses.path_of(probe), b"", objects.ABSENT, timeout=_TIMEOUT, retry=False)
-            objects.remove(addresses.path_of(probe))
+            objects.put(clients.path_of(probe), b"", objects.ABSENT, timeout=_TIMEOUT, retry=False)
+            objects.remove(clients.path_of(probe))
     except (exceptions.GoogleAPICallError, exceptions.RetryError, auth.GoogleAuthError, OSError) as error:
         cause, wanted = error.__cause__ if isinstance(error, objects.BucketError) else error, "that answers"
         if isinstance(cause, exceptions.NotFound):

@@ -1,4 +1,4 @@
-"""The clients of Cloud Storage and their credentials.
+"""Addresses of Cloud Storage (`gs://bucket/path`), its clients, and their credentials.
 
 `STORAGE_EMULATOR_HOST` names an emulator. Otherwise EAGLE3_JAX_CREDENTIALS chooses the credentials:
 
@@ -11,12 +11,40 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, Final
+import pathlib
+from typing import TYPE_CHECKING, Any, Final
+
+# A path of either store: `etils.epath` has pathlib's methods, apart from `stat().st_size` (`size`) and `rglob`.
+if TYPE_CHECKING:
+    Path = pathlib.Path
+else:
+    Path = pathlib.PurePath
 
 CREDENTIALS: Final = "EAGLE3_JAX_CREDENTIALS"
 CREDENTIAL_KINDS: Final = ("user", "machine", "anonymous")
 EMULATOR: Final = "STORAGE_EMULATOR_HOST"
+_SCHEME: Final = "gs://"
 _NOWHERE: Final = "127.0.0.1:9"  # the discard port: refused at once
+
+
+def is_address(path: Any) -> bool:
+    """Tells whether a path or text is the address of a bucket."""
+    return str(path).startswith(_SCHEME)
+
+
+def path_of(address: Any) -> Path:
+    """Makes a path from an address."""
+    configure()
+    from etils import epath
+
+    found: Any = epath.Path(str(address))
+    return found
+
+
+def split(address: Any) -> tuple[str, str]:
+    """Splits an address into bucket and object name."""
+    bucket, _, name = str(address).removeprefix(_SCHEME).partition("/")
+    return bucket, name
 
 
 def credentials_kind() -> str:

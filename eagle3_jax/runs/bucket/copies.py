@@ -10,8 +10,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
-from eagle3_jax.runs.bucket import addresses, clients, objects
-from eagle3_jax.runs.bucket.addresses import Path
+from eagle3_jax.runs.bucket import clients, objects
+from eagle3_jax.runs.bucket.clients import Path
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def _mirror(folder: str, generations: tuple[tuple[str, int], ...]) -> pathlib.Pa
         target = local / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as stream:
-            stream.writelines(objects.pieces(addresses.path_of(folder) / name))
+            stream.writelines(objects.pieces(clients.path_of(folder) / name))
     return local
 
 
@@ -57,7 +57,7 @@ def mirror(folder: Path, without: str) -> pathlib.Path:
     Args:
         without: the ending of objects that are not copied.
     """
-    bucket, name = addresses.split(folder)
+    bucket, name = clients.split(folder)
     with objects.answered(folder):
         blobs = list(clients.client().list_blobs(bucket, prefix=f"{name.rstrip('/')}/", delimiter="/"))
     held = sorted((blob.name.rpartition("/")[2], blob.generation) for blob in blobs)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from eagle3_jax.runs.bucket import objects
-from eagle3_jax.runs.bucket.addresses import Path
+from eagle3_jax.runs.bucket.clients import Path
 
 LEASE_SECONDS: Final = "EAGLE3_JAX_LEASE_SECONDS"  # environment variable: a lease not renewed for so long has ended
 

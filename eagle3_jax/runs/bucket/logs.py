@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
 from collections.abc import Iterator
 from typing import Final
 
 from eagle3_jax.runs.bucket import objects
-from eagle3_jax.runs.bucket.addresses import Path
+from eagle3_jax.runs.bucket.clients import Path
 
 SEGMENT_SECONDS: Final = 5.0  # a segment is sealed at least so often: a kill loses no more
 _SEGMENT_BYTES: Final = 4 << 20
@@ -23,12 +21,11 @@ class SegmentedLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._bytes, self._since = folder, 0, 0.0
+        self._folder, self._next = folder, _next_segment(objects.names_below(folder))
         self._lines: list[bytes] = []
-        self._next = _next_segment(objects.names_below(folder))
-        self._sealed: queue.Queue[bytes | None] = queue.Queue()
-        self._lock = threading.Lock()
-        self._error: OSError | None = None
+        self._bytes = 0  # of the lines
+        self._closed, self._error = False, None
+        self._due = threading.Condition()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
 
@@ -36,44 +33,33 @@ class SegmentedLog:
         """Adds a line, with its line feed. Raises BucketError: an earlier segment was not written."""
         if self._error is not None:
             raise self._error
-        with self._lock:
-            if not self._lines:
-                self._since = time.monotonic()
+        with self._due:
             self._lines.append(line.encode())
             self._bytes += len(self._lines[-1])
-        if self._bytes >= _SEGMENT_BYTES:
-            self._seal()
-
-    def _seal(self) -> None:
-        with self._lock:
-            if self._lines:
-                self._sealed.put(b"".join(self._lines))
-                self._lines, self._bytes = [], 0
+            if self._bytes >= _SEGMENT_BYTES:
+                self._due.notify()
 
     def close(self) -> None:
         """Seals what is left and waits for its writing. Raises BucketError."""
-        self._seal()
-        self._sealed.put(None)
+        with self._due:
+            self._closed = True
+            self._due.notify()
         self._writer.join()
         if self._error is not None:
             raise self._error
 
     def _write(self) -> None:
-        while True:
-            try:
-                content = self._sealed.get(timeout=0.5)
-            except queue.Empty:
-                if self._lines and time.monotonic() - self._since > SEGMENT_SECONDS:
-                    self._seal()
-                continue
-            if content is None:
-                return
-            try:
-                objects.put(self._folder / f"{self._next:06d}.jsonl", content, objects.ABSENT)
-                self._next += 1
-            except OSError as error:
-                self._error = error
-                return
+        closed = False
+        while not closed and self._error is None:
+            with self._due:
+                self._due.wait_for(lambda: self._closed or self._bytes >= _SEGMENT_BYTES, SEGMENT_SECONDS)
+                closed, content, self._lines, self._bytes = self._closed, b"".join(self._lines), [], 0
+            if content:
+                try:
+                    objects.put(self._folder / f"{self._next:06d}.jsonl", content, objects.ABSENT)
+                    self._next += 1
+                except OSError as error:
+                    self._error = error
 
 
 def read_segments(folder: Path) -> Iterator[bytes]:

@@ -12,8 +12,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-from eagle3_jax.runs.bucket import addresses, clients
-from eagle3_jax.runs.bucket.addresses import Path
+from eagle3_jax.runs.bucket import clients
+from eagle3_jax.runs.bucket.clients import Path
 
 ABSENT: Final = 0  # the generation of an object that does not exist
 _PIECE: Final = 32 << 20  # bytes of one ranged read of a whole object
@@ -36,7 +36,7 @@ def generation(path: Path) -> int:
 
 def _blob(path: Path) -> Any:
     """Returns the metadata of an object; None where there is none. Raises BucketError."""
-    bucket, name = addresses.split(path)
+    bucket, name = clients.split(path)
     with answered(path):
         return clients.client().bucket(bucket).get_blob(name)
 
@@ -73,7 +73,7 @@ def put(path: Path, content: bytes | pathlib.Path, expected: int, timeout: float
     """
     from google.api_core import exceptions
 
-    bucket, name = addresses.split(path)
+    bucket, name = clients.split(path)
     blob = clients.client().bucket(bucket).blob(name)
     options: dict[str, Any] = {"if_generation_match": expected, "timeout": timeout}
     options |= {} if retry else {"retry": None}
@@ -104,7 +104,7 @@ def _md5(content: bytes | pathlib.Path) -> str:
 def look(path: Path) -> tuple[bytes, int] | None:
     """Returns the content and generation of a small object; None where there is none."""
     at = generation(path)  # first: where the content is newer, a write in the place of this generation fails
-    bucket, name = addresses.split(path)
+    bucket, name = clients.split(path)
     found = clients.store(bucket).read(name).result()
     return None if found.state == "missing" else (found.value, at)
 
@@ -117,7 +117,7 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
     """
     if stop is not None and stop - start > _PIECE:
         return b"".join(pieces(path, start, stop))
-    bucket, name = addresses.split(path)
+    bucket, name = clients.split(path)
     return _result(path, clients.store(bucket).read(name, byte_range=slice(start, stop)))
 
 
@@ -127,7 +127,7 @@ def pieces(path: Path, start: int = 0, stop: int | None = None) -> Iterator[byte
     Raises:
         FileNotFoundError, BucketError.
     """
-    bucket, name = addresses.split(path)
+    bucket, name = clients.split(path)
     end, asked = size(path) if stop is None else stop, collections.deque()
     for at in range(start, end, _PIECE):
         asked.append(clients.store(bucket).read(name, byte_range=slice(at, min(at + _PIECE, end))))
@@ -180,7 +180,7 @@ def open_binary(path: Path) -> io.BufferedReader:
 
 def remove(path: Path) -> None:
     """Removes an object, or all below a folder; nothing where there is none. Never a whole bucket."""
-    bucket, name = addresses.split(path)
+    bucket, name = clients.split(path)
     if not name.strip("/"):
         raise ValueError(f"got {path}, expected an object or a folder in the bucket")
     store = clients.store(bucket)
@@ -191,7 +191,7 @@ def remove(path: Path) -> None:
 
 def names_below(folder: Path) -> list[str]:
     """Lists the objects below a folder, relative to it, in order."""
-    bucket, name = addresses.split(folder)
+    bucket, name = clients.split(folder)
     prefix = f"{name.rstrip('/')}/" if name else ""
     with answered(folder):
         keys = clients.store(bucket).list(_below(name), strip_prefix_length=len(prefix.encode())).result()
