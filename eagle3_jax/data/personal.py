@@ -2,7 +2,7 @@
 
 Only patterns and checksums are used: no language model, no download, no data leaves the machine. Names and postal
 addresses are therefore not found, in any language. Extra checks avoid false positives: prompts about mathematics are
-full of digits, prompts about code full of colons. `cloud_dlp` finds more, elsewhere.
+full of digits, prompts about code full of colons. `prepare.cloud_dlp` finds more, elsewhere.
 """
 
 from __future__ import annotations

@@ -79,11 +79,14 @@ class Reject:
     text: str
 
 
+Record = Prompt | Reject
+
+
 class BrokenRecord(ValueError):
     """A record of no known form; the message is the reason, without the record's content."""
 
 
-def packaged() -> Iterator[Prompt | Reject]:
+def packaged() -> Iterator[Record]:
     """Yields the prompts in this package, categories in turn, so that a limit takes from each."""
     folder = importlib.resources.files("eagle3_jax.data") / "prompts"
     categories = []
@@ -96,7 +99,7 @@ def packaged() -> Iterator[Prompt | Reject]:
         yield from (prompt for prompt in turn if prompt is not None)
 
 
-def jsonl(path: str | disk.Path, category: str = "jsonl", part: lines.Part | None = None) -> Iterator[Prompt | Reject]:
+def jsonl(path: str | disk.Path, category: str = "jsonl", part: lines.Part | None = None) -> Iterator[Record]:
     """Reads a JSONL file; each line has one of these forms.
 
     - OpenAI: {"messages": [{"role": "user", "content": "..."}]}; content may be a list of text parts
@@ -115,7 +118,7 @@ def jsonl(path: str | disk.Path, category: str = "jsonl", part: lines.Part | Non
 
 def conversations(
     path: str | disk.Path, category: str = "conversations", part: lines.Part | None = None
-) -> Iterator[Prompt | Reject]:
+) -> Iterator[Record]:
     """Reads a JSONL file of the target's conversations from another engine, in the forms of `jsonl`.
 
     Answers stay unchanged, with `reasoning_content` and `tool_calls`, and so do the tools' turns; turns after the last
@@ -131,7 +134,7 @@ def conversations(
     yield from _records(lines.read(path, part), source, category, _up_to_the_last_answer)
 
 
-def tfds(name: str, field: str, split: str = "train", category: str = "tfds") -> Iterator[Prompt | Reject]:
+def tfds(name: str, field: str, split: str = "train", category: str = "tfds") -> Iterator[Record]:
     """Reads the text feature `field` of a TensorFlow Dataset through `tfds.data_source` (no TensorFlow needed).
 
     Raises:
@@ -150,7 +153,7 @@ def tfds(name: str, field: str, split: str = "train", category: str = "tfds") ->
 
 def self_written(
     outputs: Iterable[tuple[list[str], str]], category: str = "self", system: str | None = None, min_chars: int = 8
-) -> Iterator[Prompt | Reject]:
+) -> Iterator[Record]:
     """Makes prompts from the user turns that the target wrote (self-prompting).
 
     Args:
@@ -181,7 +184,7 @@ def _records(
     category: str,
     take: _Take | None = None,
     parse: Callable[[str], Any] = json.loads,
-) -> Iterator[Prompt | Reject]:
+) -> Iterator[Record]:
     for number, raw in numbered:
         if len(raw) > lines.LONGEST:
             beginning = raw[: lines.LONGEST].decode("utf-8", errors="replace")
@@ -197,7 +200,7 @@ def _records(
             yield _record(record, source, number, category, take)
 
 
-def _record(record: Any, source: str, number: int, category: str, take: _Take | None = None) -> Prompt | Reject:
+def _record(record: Any, source: str, number: int, category: str, take: _Take | None = None) -> Record:
     """Args: take: selects from a conversation's messages; None keeps prompts without answers."""
     try:
         messages = _messages(record, answered=take is not None)

@@ -9,20 +9,12 @@ from collections.abc import Iterable, Mapping
 Bounds = tuple[str, str, str, str]
 
 
-def bounds(hashes: Iterable[tuple[str, str]]) -> Bounds | None:
-    """Returns the bounds of prompts, each given as its (opening hash, content hash); None where there are none."""
-    return widest((opening, opening, content, content) for opening, content in hashes)
-
-
 def widest(found: Iterable[Bounds]) -> Bounds | None:
-    """Returns the bounds of all prompts from those of their parts."""
-    whole: Bounds | None = None
-    for part in found:
-        if whole is None:
-            whole = part
-        lowest, highest = (tuple(map(choose, whole, part)) for choose in (min, max))
-        whole = (lowest[0], highest[1], lowest[2], highest[3])
-    return whole
+    """Returns the bounds of all prompts from those of their parts; None where there are none."""
+    if not (parts := list(found)):
+        return None
+    low, high, first, last = zip(*parts, strict=True)
+    return min(low), max(high), min(first), max(last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +66,7 @@ def joined(found: Iterable[Mapping[str, Bounds]]) -> dict[str, Bounds]:
     whole: dict[str, Bounds] = {}
     for part in found:
         for category, own in part.items():
-            whole[category] = widest((whole[category], own)) or own if category in whole else own
+            whole[category] = widest((whole.get(category, own), own)) or own
     return whole
 
 

@@ -12,13 +12,12 @@ from typing import Any
 from eagle3_jax.config import (
     ConversationsSource,
     JsonlSource,
-    PrepareConfig,
     RunConfig,
     SelfSource,
     TfdsSource,
     run_file,
 )
-from eagle3_jax.prepare import reading, self_prompting
+from eagle3_jax.prepare import self_prompting
 from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK
 from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
@@ -59,29 +58,17 @@ def prepare(config: RunConfig) -> None:
 def _prepare(config: RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> None:
     """Filters and writes the prompts. `written`: index of a source of kind `self` -> what the target wrote for it."""
     if config.prepare.runner == "beam":
-        from eagle3_jax.prepare import on_beam as form  # late: the extra `beam`
+        from eagle3_jax.prepare.beam import pipeline as form  # late: the extra `beam`
     else:
         from eagle3_jax.prepare import in_process as form
     if config.prepare.personal_data_engine == "cloud_dlp":
-        processes.say(f"prepare: {_cost(config.prepare)}")
+        from eagle3_jax.prepare import cloud_dlp  # late: the extra `report`
+
+        processes.say(f"prepare: {cloud_dlp.foretold(config.prepare)}")
     result = form.run(config, folder, written)
     manifest.finish(folder, files=result.files, **result.for_manifest())
     train, held_out, rejects = (result.counts[name] for name in (TRAIN, HELD_OUT, REJECTS))
     print(f"prepare: {train} to train, {held_out} held out, {rejects} rejected (why: {REJECTS}) -> {folder}")
-
-
-def _cost(section: PrepareConfig) -> str:
-    """Says, before anything is sent, what Cloud DLP costs at most; a thousand prompts of 1 KB where no file tells."""
-    from eagle3_jax.data import cloud_dlp  # late: the extra `report`
-
-    files = [s.path for s in section.sources if isinstance(s, reading.FileSource)]
-    known = cloud_dlp.cost(sum(disk.size(disk.path_of(path)) for path in files if not path.endswith(".gz")))
-    others = [s for s in section.sources if not isinstance(s, reading.FileSource) or s.path.endswith(".gz")]
-    said = f"Cloud DLP inspects at most {known} (the first GB of a month is free)"
-    if others:
-        said += f"; and for each thousand prompts of 1 KB of {', '.join(map(reading.label, others))} "
-        said += cloud_dlp.cost(1_000_000)
-    return said
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import Any
 
 from eagle3_jax.config import PrepareConfig
 from eagle3_jax.data import filters, personal, sources
+from eagle3_jax.data.sources import Record
 from eagle3_jax.runs import disk
-
-Record = sources.Prompt | sources.Reject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Cleaner:
         self.benchmarks = filters.Benchmarks(section.benchmarks)
         self._inspect: Callable[[Sequence[str]], list[list[personal.Span]]] | None = None
         if section.personal_data_engine == "cloud_dlp":
-            from eagle3_jax.data import cloud_dlp  # late: the extra `report`
+            from eagle3_jax.prepare import cloud_dlp  # late: the extra `report`
 
             inspect = cloud_dlp.CloudDlp(section.cloud_dlp).inspect
             self._inspect = inspect if log is None else cloud_dlp.remembered(inspect, log)

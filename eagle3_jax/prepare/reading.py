@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from eagle3_jax.config import ConversationsSource, JsonlSource, PackagedSource, SelfSource, Source, TfdsSource
 from eagle3_jax.data import sources
 from eagle3_jax.data.lines import Part
-from eagle3_jax.prepare.cleaning import Record
+from eagle3_jax.data.sources import Record
 from eagle3_jax.prepare.self_prompting import Written
 
 _OF_THIS_PACKAGE = "apache-2.0"

@@ -7,7 +7,7 @@ import pytest
 
 from eagle3_jax.data import filters, personal, sources
 from eagle3_jax.data.duplicates import Duplicates
-from eagle3_jax.data.split import Split, bounds
+from eagle3_jax.data.split import Split, widest
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_nothing_is_filtered(prompts):
 @pytest.mark.parametrize("held_out", [0.1, 0.2, 0.3])
 def test_every_category_is_held_out_in_part(prompts, held_out):
     hashes = [(digest, digest) for digest in (filters.content_hash(prompt["messages"]) for prompt in prompts)]
-    split = Split(bounds(hashes), held_out)
+    split = Split(widest((x, x, y, y) for x, y in hashes), held_out)
     sides = [split.holds_out(*pair) for pair in hashes]
     counts = collections.Counter(prompt["category"] for prompt, held in zip(prompts, sides, strict=True) if held)
     assert len(counts) == 5

@@ -7,7 +7,12 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.data.split import Split, StratifiedSplit, bounds, by_category, joined, widest
+from eagle3_jax.data.split import Bounds, Split, StratifiedSplit, by_category, joined, widest
+
+
+def bounds(hashes: list[tuple[str, str]]) -> Bounds | None:
+    """Of prompts, each given as its (opening hash, content hash)."""
+    return widest((opening, opening, content, content) for opening, content in hashes)
 
 
 def sides(hashes: list[str], held_out: float) -> list[bool]:

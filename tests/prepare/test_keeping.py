@@ -6,7 +6,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.prepare.keeping import Fate, Relation, decide
+from eagle3_jax.prepare.beam.keeping import Fate, Relation, decide
 
 
 def in_order(prompts: list[tuple[int, int]], near: set[tuple[int, int]]) -> list[Fate]:

@@ -19,12 +19,12 @@ from fake_dlp import FakeDlp
 
 from eagle3_jax.config import ConfigError, RunConfig, run_file
 from eagle3_jax.prepare import __main__ as prepare
-from eagle3_jax.prepare import blocks
+from eagle3_jax.prepare.beam import blocks
 from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, WORK
 from eagle3_jax.runs import command, disk, manifest
 
 beam = pytest.importorskip("apache_beam")
-on_beam_form = importlib.import_module("eagle3_jax.prepare.on_beam")
+on_beam_form = importlib.import_module("eagle3_jax.prepare.beam.pipeline")
 MetricsFilter = importlib.import_module("apache_beam.metrics.metric").MetricsFilter
 LOCAL = "--runner=FnApiRunner"  # no other one, which DirectRunner would look for on the network
 WORKERS = f"{LOCAL} --direct_running_mode=multi_processing --direct_num_workers=2"
@@ -150,24 +150,24 @@ def test_a_source_that_changes_in_mid_run_is_one_error(tmp_path, monkeypatch, ch
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, shuffled):
     many_prompts.write(tmp_path / "in.jsonl", 300)
     given = {"kind": "jsonl", "path": str(tmp_path / "in.jsonl")}
-    write = on_beam_form._Write._write
+    write = on_beam_form._write_shards
 
-    def full(form: Any, block: blocks.Block, *more: Any) -> None:
+    def full(block: blocks.Block, *more: Any) -> None:
         if block.number == 1:
             raise OSError(28, "No space left on device", "rejects.jsonl")
-        write(form, block, *more)
+        write(block, *more)
 
-    monkeypatch.setattr(on_beam_form._Write, "_write", full)
+    monkeypatch.setattr(on_beam_form, "_write_shards", full)
     with pytest.raises(ValueError, match="^rejects.jsonl: No space left on device$"):
         on_beam(tmp_path / "run", given)
-    monkeypatch.setattr(on_beam_form._Write, "_write", write)
-    monkeypatch.setattr(on_beam_form._Clean, "_write", None)  # no record is cleaned again
+    monkeypatch.setattr(on_beam_form, "_write_shards", write)
+    monkeypatch.setattr(on_beam_form, "_write_cleaned", None)  # no record is cleaned again
     found = on_beam(tmp_path / "run", given)
     assert_same(found, run(tmp_path / "a", given))
 
 
 IN_SMALL_BLOCKS = (
-    "import runpy; from eagle3_jax.prepare import blocks; blocks._BYTES = 40_000; "
+    "import runpy; from eagle3_jax.prepare.beam import blocks; blocks._BYTES = 40_000; "
     "runpy.run_module('eagle3_jax.prepare', run_name='__main__', alter_sys=True)"
 )
 
@@ -263,7 +263,7 @@ def test_clear_errors(tmp_path, monkeypatch):
         run(tmp_path / "c", given, beam_options="--x")
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "prepare": {"sources": [given]}}))
-    arguments = ["--config", str(path), "--prepare.runner", "beam", "--prepare.beam-options", "--runner=Nope"]
+    arguments = ["--config", str(path), "--prepare.runner", "beam", "--prepare.beam-options=--runner=Nope"]
     with pytest.raises(SystemExit, match="eagle3_jax.prepare: prepare.beam_options: got '--runner=Nope'"):
         prepare.main(arguments)
     monkeypatch.setitem(command.EXTRAS, "beam", ("nothing_has_this_name",))
@@ -277,7 +277,7 @@ def peak_of_workers(config: pathlib.Path, folder: pathlib.Path) -> tuple[int, fl
     begin, peak = time.monotonic(), 0
     with (folder.parent / f"{folder.name}.log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--prepare.runner", "beam", "--prepare.beam-options", WORKERS], stdout=log, stderr=log
+            [*command, "--prepare.runner", "beam", f"--prepare.beam-options={WORKERS}"], stdout=log, stderr=log
         )
         while process.poll() is None:
             for status in pathlib.Path("/proc").glob("[0-9]*/status"):

@@ -11,9 +11,8 @@ import pytest
 from fake_dlp import FakeDlp
 
 from eagle3_jax.config import ConfigError, RunConfig, run_file
-from eagle3_jax.data import cloud_dlp
 from eagle3_jax.prepare import __main__ as prepare
-from eagle3_jax.prepare import cleaning
+from eagle3_jax.prepare import cleaning, cloud_dlp
 from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN
 from eagle3_jax.runs import manifest
 
@@ -111,7 +110,7 @@ def test_other_sources_cost_by_the_prompt(tmp_path, server, capsys):
     config = run_file.from_dict(
         run_file.to_dict(config) | {"prepare": run_file.to_dict(config.prepare) | {"sources": sources}}
     )
-    assert prepare._cost(config.prepare).endswith(
+    assert cloud_dlp.foretold(config.prepare).endswith(
         "; and for each thousand prompts of 1 KB of packaged, tfds:x 1.0 MB, 0.00 USD at 3.00 USD a GB"
     )
 

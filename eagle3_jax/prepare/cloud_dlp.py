@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import httpx2
 
-from eagle3_jax.config import CloudDlpConfig
+from eagle3_jax.config import CloudDlpConfig, PrepareConfig
 from eagle3_jax.data.personal import Span
+from eagle3_jax.prepare import reading
 from eagle3_jax.runs import command, disk
 from eagle3_jax.runs.bucket import clients
 
@@ -65,7 +66,7 @@ class CloudDlp:
             "minLikelihood": settings.min_likelihood,
         }
         self._client = httpx2.Client(timeout=60.0)
-        self._headers = _token(settings.token_variable) if settings.token_variable else _Credentials()
+        self._authorise = _token(settings.token_variable) if settings.token_variable else _credentials()
 
     def inspect(self, texts: Sequence[str]) -> list[list[Span]]:
         """Finds personal data. Returns the spans in each text, which may overlap.
@@ -103,8 +104,9 @@ class CloudDlp:
 
     def _post(self, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json", "x-goog-user-project": str(self._settings.project)}
+        self._authorise(headers)
         try:
-            answer = self._client.post(self._url, content=content, headers=headers | self._headers())
+            answer = self._client.post(self._url, content=content, headers=headers)
         except httpx2.HTTPError as error:
             raise _Trouble(f"got no answer ({error!r})") from error
         if answer.status_code == 200:
@@ -141,6 +143,15 @@ def remembered(inspect: Inspect, path: disk.Path) -> Inspect:
 def cost(count: int) -> str:
     """Says what it costs at most to inspect `count` bytes."""
     return f"{count / 1e6:,.1f} MB, {count / 1e9 * USD_PER_GB:,.2f} USD at {USD_PER_GB:.2f} USD a GB"
+
+
+def foretold(section: PrepareConfig) -> str:
+    """Says, before anything is sent, what it costs at most; a thousand prompts of 1 KB where no file tells."""
+    files = [s for s in section.sources if isinstance(s, reading.FileSource) and not s.path.endswith(".gz")]
+    others = ", ".join(reading.label(source) for source in section.sources if source not in files)
+    known = cost(sum(disk.size(disk.path_of(source.path)) for source in files))
+    said = f"Cloud DLP inspects at most {known} (the first GB of a month is free)"
+    return said + (f"; and for each thousand prompts of 1 KB of {others} {cost(1_000_000)}" if others else "")
 
 
 def _requests(texts: Sequence[str]) -> Iterator[list[_Piece]]:
@@ -191,39 +202,35 @@ def _read(content: bytes, texts: Sequence[str]) -> tuple[list[tuple[int, int, in
         raise _Trouble(f"got an answer without findings in the texts ({error!r})") from error
 
 
-class _Credentials:
-    """The headers of the user's own credentials, by EAGLE3_JAX_CREDENTIALS; renewed when they expire."""
+def _credentials() -> Callable[[dict[str, str]], None]:
+    """Returns what adds the user's own credentials, by EAGLE3_JAX_CREDENTIALS; they are renewed when they expire."""
+    try:
+        from google.auth import credentials, exceptions
+        from google.auth.transport import requests
+    except ImportError as error:
+        expected = "prepare.cloud_dlp.token_variable, or the extra `gcs`: pip install 'eagle3-jax[gcs]'"
+        raise ValueError(f"prepare.cloud_dlp: got no google-auth, expected {expected}") from error
+    found: Any = credentials.with_scopes_if_required(clients.credentials(), [_SCOPE])
+    request = requests.Request()
 
-    def __init__(self) -> None:
+    def add(headers: dict[str, str]) -> None:
         try:
-            from google.auth import credentials
-            from google.auth.transport import requests
-        except ImportError as error:
-            expected = "prepare.cloud_dlp.token_variable, or the extra `gcs`: pip install 'eagle3-jax[gcs]'"
-            raise ValueError(f"prepare.cloud_dlp: got no google-auth, expected {expected}") from error
-        self._found: Any = credentials.with_scopes_if_required(clients.credentials(), [_SCOPE])
-        self._request = requests.Request()
-
-    def __call__(self) -> dict[str, str]:
-        from google.auth import exceptions
-
-        try:
-            if not self._found.valid:
-                self._found.refresh(self._request)
+            if not found.valid:
+                found.refresh(request)
         except exceptions.GoogleAuthError as error:
             raise ValueError(f"prepare.cloud_dlp: credentials: {clients.reason(error)}") from error
-        headers: dict[str, str] = {}
-        self._found.apply(headers)
-        return headers
+        found.apply(headers)
+
+    return add
 
 
-def _token(variable: str) -> Any:
-    """Returns a function that gives the headers for the token in an environment variable."""
+def _token(variable: str) -> Callable[[dict[str, str]], None]:
+    """Returns what adds the token in an environment variable to headers."""
     if not (token := os.environ.get(variable, "").strip()):
         raise ValueError(
             f"prepare.cloud_dlp.token_variable: got no {variable} in the environment, expected a token in it"
         )
-    return lambda: {"Authorization": f"Bearer {token}"}
+    return lambda headers: headers.update(Authorization=f"Bearer {token}")
 
 
 def _pause(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Who stays of the duplicates: the first in order, as in a pass over all prompts, from their relations alone.
+"""Decides which duplicates stay: the first in input order, computed from pairwise relations alone.
 
 Whether a prompt stays depends on smaller ones, and theirs on still smaller ones. Rounds of "who has no undecided
 smaller neighbour stays, its neighbours go" would be n / 2 for a chain of n, and each groups all relations anew. One

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import itertools
@@ -28,11 +29,12 @@ from apache_beam.pvalue import AsSingleton, TaggedOutput
 from eagle3_jax.config import PrepareConfig, RunConfig
 from eagle3_jax.data import duplicates
 from eagle3_jax.data.split import Bounds, StratifiedSplit, by_category, joined
-from eagle3_jax.prepare import blocks as blocks_of
-from eagle3_jax.prepare import keeping, reading
-from eagle3_jax.prepare.blocks import Block
+from eagle3_jax.prepare import reading
+from eagle3_jax.prepare.beam import blocks as blocks_of
+from eagle3_jax.prepare.beam import keeping
+from eagle3_jax.prepare.beam.blocks import Block
+from eagle3_jax.prepare.beam.keeping import Fate, Relation
 from eagle3_jax.prepare.cleaning import Cleaned, Cleaner
-from eagle3_jax.prepare.keeping import Fate, Relation
 from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, WORK, Result, line
 from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, disk, processes
@@ -145,9 +147,9 @@ def _run(job: _Job, blocks: list[Block], build: Any) -> None:
 # ------------------------------------------------------------------------------------------------ what is a duplicate
 def _relate(job: _Job, blocks: Any) -> None:
     """Cleans all records, and writes for each block how its prompts are related to smaller ones."""
-    signed = blocks | beam.ParDo(_Clean(job)) | beam.ParDo(_Sign(job))
+    signed = blocks | beam.FlatMap(_clean, job) | beam.FlatMap(_sign, job)
     firsts = (
-        signed | "by identity" >> beam.GroupByKey() | beam.ParDo(_Firsts(job)).with_outputs("related", main="bands")
+        signed | "by identity" >> beam.GroupByKey() | beam.FlatMap(_firsts, job).with_outputs("related", main="bands")
     )
     near = (
         firsts.bands
@@ -166,78 +168,63 @@ def _relate(job: _Job, blocks: Any) -> None:
     )
 
 
-class _Clean(beam.DoFn):
+_cleaner = functools.lru_cache(1)(Cleaner)  # one for each worker
+
+
+def _clean(block: Block, job: _Job) -> Iterator[Block]:
     """Block -> block, whose cleaned records are in a file: a line each, in order."""
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-        self._cleaner: Cleaner | None = None  # made by each worker
-
-    def process(self, block: Block) -> Iterator[Block]:
-        with self._job.explained(block):
-            path = self._job.work("cleaned", block.number)
-            if not path.with_suffix(".json").exists():
-                self._write(block, path)
-            yield block
-
-    def _write(self, block: Block, path: disk.Path) -> None:
-        self._cleaner = self._cleaner or Cleaner(self._job.section)
-        label, count = reading.label(self._job.section.sources[block.source]), 0
-        with disk.atomic(_ready(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
-            records = ((label, record) for record in blocks_of.read(self._job.section, block))
-            for cleaned in self._cleaner.clean(records):
-                stream.write(line(dataclasses.asdict(cleaned)))
-                count += 1
-                _count(f"read: {label}")
-                for kind, found in cleaned.personal.items():
-                    _count(f"personal data: {kind}", found)
-                if cleaned.reason is not None:
-                    _count(f"rejected: {cleaned.reason}")
-        disk.write_json(path.with_suffix(".json"), {"records": count})
+    with job.explained(block):
+        path = job.work("cleaned", block.number)
+        if not path.with_suffix(".json").exists():
+            _write_cleaned(block, job, path)
+        yield block
 
 
-class _Sign(beam.DoFn):
+def _write_cleaned(block: Block, job: _Job, path: disk.Path) -> None:
+    label, count = reading.label(job.section.sources[block.source]), 0
+    with disk.atomic(_ready(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        records = ((label, record) for record in blocks_of.read(job.section, block))
+        for cleaned in _cleaner(job.section).clean(records):
+            stream.write(line(dataclasses.asdict(cleaned)))
+            count += 1
+            _count(f"read: {label}")
+            for kind, found in cleaned.personal.items():
+                _count(f"personal data: {kind}", found)
+            if cleaned.reason is not None:
+                _count(f"rejected: {cleaned.reason}")
+    disk.write_json(path.with_suffix(".json"), {"records": count})
+
+
+def _sign(block: Block, job: _Job) -> Iterator[tuple[int, list[_Signed]]]:
     """Block -> (share, signed) of the prompts that were not rejected, by their identities."""
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-
-    def process(self, block: Block) -> Iterator[tuple[int, list[_Signed]]]:
-        shares: dict[int, list[_Signed]] = {}
-        for place, cleaned in _places(self._job, block.number):
-            if cleaned.reason is None:
-                signature, identity = _signature(self._job, cleaned), bytes.fromhex(cleaned.identity)
-                same = hashlib.blake2b(signature.shingles.tobytes(), digest_size=16).digest()
-                signed = identity, place, same, signature.bands.tobytes()
-                shares.setdefault(self._job.share(identity), []).append(signed)
-        yield from shares.items()
+    shares: dict[int, list[_Signed]] = {}
+    for place, cleaned in _places(job, block.number):
+        if cleaned.reason is None:
+            signature, identity = _signature(job, cleaned), bytes.fromhex(cleaned.identity)
+            same = hashlib.blake2b(signature.shingles.tobytes(), digest_size=16).digest()
+            shares.setdefault(job.share(identity), []).append((identity, place, same, signature.bands.tobytes()))
+    yield from shares.items()
 
 
-class _Firsts(beam.DoFn):
+def _firsts(element: tuple[int, Iterable[list[_Signed]]], job: _Job) -> Iterator[tuple[int, bytes] | TaggedOutput]:
     """A share of the identities -> the bands of the first with each set of shingles; the others are its copies."""
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-
-    def process(self, element: tuple[int, Iterable[list[_Signed]]]) -> Iterator[tuple[int, bytes] | TaggedOutput]:
-        places: dict[bytes, dict[tuple[bytes, bytes], list[int]]] = {}
-        for identity, place, same, bands in itertools.chain.from_iterable(element[1]):
-            places.setdefault(identity, {}).setdefault((same, bands), []).append(place)
-        shares: dict[int, list[bytes]] = {}
-        for of_identity in places.values():
-            firsts = {min(copies): signed for signed, copies in of_identity.items()}
-            for first, (_, bands) in firsts.items():
-                for start in range(0, len(bands), 8):
-                    band = bands[start : start + 8]
-                    shares.setdefault(self._job.share(band), []).append(band + first.to_bytes(8, "little"))
-            for signed, copies in of_identity.items():
-                for place in copies:
-                    for first, other in firsts.items():
-                        if first < place:
-                            relation = Relation.COPY if signed == other else Relation.SAME
-                            yield TaggedOutput("related", _related(place, [first], relation))
-        for share, rows in shares.items():
-            yield share, b"".join(rows)
+    places: dict[bytes, dict[tuple[bytes, bytes], list[int]]] = {}
+    for identity, place, same, bands in itertools.chain.from_iterable(element[1]):
+        places.setdefault(identity, {}).setdefault((same, bands), []).append(place)
+    shares: dict[int, list[bytes]] = {}
+    for of_identity in places.values():
+        firsts = {min(copies): signed for signed, copies in of_identity.items()}
+        for first, (_, bands) in firsts.items():
+            for start in range(0, len(bands), 8):
+                band = bands[start : start + 8]
+                shares.setdefault(job.share(band), []).append(band + first.to_bytes(8, "little"))
+        for signed, copies in of_identity.items():
+            for place, (first, other) in itertools.product(copies, firsts.items()):
+                if first < place:
+                    relation = Relation.COPY if signed == other else Relation.SAME
+                    yield TaggedOutput("related", _related(place, [first], relation))
+    for share, rows in shares.items():
+        yield share, b"".join(rows)
 
 
 def _related(place: int, smaller: list[int], relation: Relation) -> _Related:
@@ -318,7 +305,7 @@ def _decide(job: _Job, blocks: list[Block]) -> None:
 def _write(job: _Job, blocks: Any) -> None:
     """Writes each block's share of the output."""
     whole = blocks | beam.Map(_bounds, job) | beam.CombineGlobally(joined).without_defaults()
-    _ = blocks | beam.ParDo(_Write(job), AsSingleton(whole, {}))
+    _ = blocks | beam.Map(_write_block, job, AsSingleton(whole, {}))
 
 
 def _bounds(block: Block, job: _Job) -> dict[str, Bounds]:
@@ -326,40 +313,35 @@ def _bounds(block: Block, job: _Job) -> dict[str, Bounds]:
     return by_category(cleaned.place for cleaned in _fated(job, block) if cleaned.reason is None)
 
 
-class _Write(beam.DoFn):
-    """Block -> its shards, and a file with their counts."""
+def _write_block(block: Block, job: _Job, whole: dict[str, Bounds]) -> None:
+    """Writes a block's shards, and a file with their counts."""
+    with job.explained(block):
+        summary = job.work("written", block.number).with_suffix(".json")
+        if not summary.exists():
+            _write_shards(block, job, StratifiedSplit(whole, job.section.held_out), summary)
 
-    def __init__(self, job: _Job) -> None:
-        self._job = job
 
-    def process(self, block: Block, whole: dict[str, Bounds]) -> None:
-        with self._job.explained(block):
-            summary = self._job.work("written", block.number).with_suffix(".json")
-            if not summary.exists():
-                self._write(block, StratifiedSplit(whole, self._job.section.held_out), summary)
-
-    def _write(self, block: Block, split: StratifiedSplit, summary: disk.Path) -> None:
-        part, job = Result(), self._job
-        with contextlib.ExitStack() as stack:
-            files = {}
-            for name in (TRAIN, HELD_OUT, REJECTS):
-                path = _output(job, name, block.number)
-                temporary = stack.enter_context(disk.atomic(_ready(path)))
-                files[name] = stack.enter_context(temporary.open("w", encoding="utf-8"))
-            for cleaned in _fated(job, block):
-                part.read[cleaned.label] += 1
-                part.personal.update(cleaned.personal)
-                if cleaned.reason is None:
-                    name = HELD_OUT if split.holds_out(*cleaned.place) else TRAIN
-                    part.keep(cleaned.prompt, name)
-                    files[name].write(line(cleaned.prompt))
-                    _count("kept")
-                else:
-                    part.rejected[cleaned.reason] += 1
-                    files[REJECTS].write(line(cleaned.reject()))
-                    if cleaned.reason in (duplicates.EXACT, duplicates.NEAR):
-                        _count(f"rejected: {cleaned.reason}")
-        disk.write_json(_ready(summary), vars(part))
+def _write_shards(block: Block, job: _Job, split: StratifiedSplit, summary: disk.Path) -> None:
+    part = Result()
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for name in (TRAIN, HELD_OUT, REJECTS):
+            temporary = stack.enter_context(disk.atomic(_ready(_output(job, name, block.number))))
+            files[name] = stack.enter_context(temporary.open("w", encoding="utf-8"))
+        for cleaned in _fated(job, block):
+            part.read[cleaned.label] += 1
+            part.personal.update(cleaned.personal)
+            if cleaned.reason is None:
+                name = HELD_OUT if split.holds_out(*cleaned.place) else TRAIN
+                part.keep(cleaned.prompt, name)
+                files[name].write(line(cleaned.prompt))
+                _count("kept")
+            else:
+                part.rejected[cleaned.reason] += 1
+                files[REJECTS].write(line(cleaned.reject()))
+                if cleaned.reason in (duplicates.EXACT, duplicates.NEAR):
+                    _count(f"rejected: {cleaned.reason}")
+    disk.write_json(_ready(summary), vars(part))
 
 
 def _finish(job: _Job, blocks: list[Block], reasons: Iterable[str]) -> Result:

@@ -11,7 +11,8 @@ import pytest
 from fake_dlp import FakeDlp
 
 from eagle3_jax.config import CloudDlpConfig
-from eagle3_jax.data import cloud_dlp, personal
+from eagle3_jax.data import personal
+from eagle3_jax.prepare import cloud_dlp
 from eagle3_jax.runs import command, disk
 
 TEXTS = ["Ask jane@example.org, or Jane Doe.", "Nothing here.", "😀 Спросите Иван Петров <ivan@example.org>", ""]
