@@ -56,17 +56,15 @@ def overrides(words: Sequence[str], others: Collection[str] = ()) -> dict[str, A
         ConfigError: a flag that is no field, or one without a value.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    taking: set[str] = set()
     for field in fields(RunConfig):
         spelled = dict.fromkeys(spelling for flag in field.flags for spelling in (flag, _underscored(flag)))
-        taking |= spelled.keys() if field.kind is str else set()
         if field.kind is bool:
             parser.add_argument(*spelled, dest=field.place, action="store_true")
             negated = dict.fromkeys((field.negation, _underscored(field.negation)))
             parser.add_argument(*negated, dest=field.place, action="store_false")
         else:
             parser.add_argument(*spelled, dest=field.place, nargs="*" if tuple in _parts(field.kind) else None)
-    given, unknown = parser.parse_known_args(_joined(words, taking, parser))
+    given, unknown = parser.parse_known_args(words)
     if unknown:
         flag = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(flag, others, 1, 0.8)
@@ -82,24 +80,6 @@ def overrides(words: Sequence[str], others: Collection[str] = ()) -> dict[str, A
                 inner[section] = inner = inner[section] if isinstance(inner.get(section), dict) else {}
             inner[name] = _value(field, getattr(given, field.place))
     return values
-
-
-def _joined(words: Sequence[str], taking: Collection[str], parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Joins a flag that takes a text with a text that begins with dashes, `--prepare.beam-options --runner=X`."""
-    known = parser._option_string_actions
-    flag = None
-    for word in words:
-        if flag is not None and word.startswith("--") and word.partition("=")[0] not in known:
-            yield f"{flag}={word}"
-            flag = None
-            continue
-        if flag is not None:
-            yield flag
-        flag = word if word in taking else None
-        if flag is None:
-            yield word
-    if flag is not None:
-        yield flag
 
 
 def _value(field: _Field, given: Any) -> Any:
