@@ -37,19 +37,21 @@ _SUFFIX = ".array_record"
 _OPEN_SHARE = 0.5
 _SHARD = re.compile(r"(\d{5})-of-(\d{5})\.array_record")
 States = Literal["fp8", "bfloat16", "none"]
-# Field -> (dtype, dimensions, safetensors' name of the dtype).
-_TOKENS = {
-    "token_ids": (np.dtype(np.int32), 1, "I32"),
-    "loss_mask": (np.dtype(np.uint8), 1, "U8"),
-}
-_ARGMAX = {"argmax": (np.dtype(np.int32), 1, "I32")}
-_BFLOAT16 = {name: (np.dtype(ml_dtypes.bfloat16), 2, "BF16") for name in ("aux", "last_hidden")}
-_FP8 = {name: (np.dtype(ml_dtypes.float8_e4m3fn), 2, "F8_E4M3") for name in ("aux", "last_hidden")}
-_SCALES = {f"{name}_scale": (np.dtype(np.float32), 2, "F32") for name in ("aux", "last_hidden")}
-_FIELDS: dict[States, dict[str, tuple[np.dtype, int, str]]] = {
+# Field -> (safetensors' name of its dtype, dimensions).
+_TOKENS = {"token_ids": ("I32", 1), "loss_mask": ("U8", 1)}
+_STATES = ("aux", "last_hidden")
+_SCALES = {f"{name}_scale": ("F32", 2) for name in _STATES}
+_FIELDS: dict[States, dict[str, tuple[str, int]]] = {
     "none": _TOKENS,
-    "bfloat16": _TOKENS | _BFLOAT16 | _ARGMAX,
-    "fp8": _TOKENS | _FP8 | _SCALES | _ARGMAX,
+    "bfloat16": _TOKENS | {name: ("BF16", 2) for name in _STATES} | {"argmax": ("I32", 1)},
+    "fp8": _TOKENS | {name: ("F8_E4M3", 2) for name in _STATES} | _SCALES | {"argmax": ("I32", 1)},
+}
+_DTYPES = {
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 
 
@@ -61,10 +63,10 @@ def token_bytes(aux_layers: int, hidden_size: int, states: States) -> int:
         "aux_scale": aux_layers,
         "last_hidden_scale": 1,
     }
-    return sum(dtype.itemsize * widths.get(name, 1) for name, (dtype, _, _) in _FIELDS[states].items())
+    return sum(_DTYPES[code].itemsize * widths.get(name, 1) for name, (code, _) in _FIELDS[states].items())
 
 
-def _form(names: Iterable[str]) -> dict[str, tuple[np.dtype, int, str]]:
+def _form(names: Iterable[str]) -> dict[str, tuple[str, int]]:
     """Returns the fields of a record that has some of these names."""
     names = set(names)
     if names & _SCALES.keys():
@@ -99,32 +101,22 @@ def decode_record(data: bytes) -> Record:
     """Inverts `encode_record`; the arrays share the memory of `data`. Raises FeatureError: not a feature record."""
     try:
         start = 8 + int.from_bytes(data[:8], "little")
-        parts = {name: part for name, part in json.loads(data[8:start]).items() if name != "__metadata__"}
-        fields = _form(parts)
-        problems = [f"{name}: missing" for name in fields.keys() - parts.keys()]
-        problems += [
-            f"{name}: got {parts[name]['dtype']}, expected {code}"
-            for name, (_, _, code) in fields.items()
-            if name in parts and parts[name]["dtype"] != code
-        ]
-        if problems:
-            raise FeatureError("feature record:\n  " + "\n  ".join(sorted(problems)))
-        record = {name: _array(data, start, parts[name], dtype) for name, (dtype, _, _) in fields.items()}
-        if problems := _scale_problems(record):
-            raise FeatureError("feature record:\n  " + "\n  ".join(problems))
-        return record
-    except FeatureError:
-        raise
+        parts = json.loads(data[8:start]).items()
+        record = {name: _array(data, start, part) for name, part in parts if name != "__metadata__"}
+        problems = _problems(record)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FeatureError(f"feature record: {error}") from error
+    if problems:
+        raise FeatureError("feature record:\n  " + "\n  ".join(problems))
+    return record
 
 
-def _array(data: bytes, start: int, part: dict[str, Any], dtype: np.dtype) -> np.ndarray:
+def _array(data: bytes, start: int, part: dict[str, Any]) -> np.ndarray:
     """Returns an array of a record whose arrays begin at byte `start`."""
     first, end = part["data_offsets"]
-    count = math.prod(part["shape"])
+    count, dtype = math.prod(part["shape"]), _DTYPES[part["dtype"]]
     if end - first != count * dtype.itemsize or first < 0:
-        raise FeatureError(f"feature record: got bytes {first} to {end} for {count} numbers of {dtype}")
+        raise ValueError(f"got bytes {first} to {end} for {count} numbers of {dtype}")
     return np.frombuffer(data, dtype, count, start + first).reshape(part["shape"])
 
 
@@ -307,10 +299,10 @@ def _problems(record: Record) -> list[str]:
     problems = [f"{name}: missing" for name in fields if name not in record]
     problems += [f"{name}: not a field" for name in record if name not in fields]
     length = len(record["token_ids"]) if "token_ids" in record else None
-    for name, (dtype, dimensions, _) in fields.items():
+    for name, (code, dimensions) in fields.items():
         if name not in record:
             continue
-        array = record[name]
+        array, dtype = record[name], _DTYPES[code]
         if array.dtype != dtype or array.ndim != dimensions or (length is not None and len(array) != length):
             shape = "[L]" if dimensions == 1 else "[L, width]"
             problems.append(

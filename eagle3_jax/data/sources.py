@@ -24,18 +24,8 @@ Messages = filters.Messages
 _Take = Callable[[Messages], Messages]
 
 # Roles of the OpenAI and the ShareGPT form -> roles of this package.
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-}
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"human": "user"}
+_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 # Fields of a turn that `conversations` keeps beside its content.
 _KEPT = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 # Roles whose turns the target, or a tool that it called, wrote.

@@ -185,34 +185,31 @@ class Counts:
     """What the manifest says of the dialogues of a split."""
 
     def __init__(self) -> None:
-        self._said = {"prompts": 0, "conversations": 0, "answers": 0, "tokens": 0}
+        self._said = collections.Counter(prompts=0, conversations=0, answers=0, tokens=0, without_ids=0)
         self._ended: collections.Counter[str | None] = collections.Counter()
         self._dropped: collections.Counter[str | None] = collections.Counter()
         self._servers: collections.Counter[str] = collections.Counter()
-        self._without_ids = 0
         # Answers of each category, by the least power of two that is no less than their tokens.
         self._lengths: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     def add(self, dialogue: Dialogue) -> None:
         """Counts one that has ended. Those with no answer at all are not conversations."""
-        kept, answers = dialogue.is_conversation, dialogue.answers
+        kept = dialogue.is_conversation
         (self._ended if kept else self._dropped)[dialogue.end] += 1
-        self._said["prompts"] += 1
-        self._said["conversations"] += kept
-        self._said["answers"] += len(answers)
-        self._said["tokens"] += sum(len(answer.token_ids or ()) for answer in answers)
-        self._servers.update(answer.server for answer in answers if answer.server)
-        self._without_ids += sum(answer.token_ids is None for answer in answers)
-        for ids in (answer.token_ids for answer in answers if answer.token_ids):
-            self._lengths[dialogue.prompt["category"]][str(1 << (len(ids) - 1).bit_length())] += 1
+        self._said.update(prompts=1, conversations=int(kept))
+        for answer in dialogue.answers:
+            count = len(answer.token_ids or ())
+            self._said.update(answers=1, tokens=count, without_ids=int(answer.token_ids is None))
+            if answer.server:
+                self._servers[answer.server] += 1
+            if count:
+                self._lengths[dialogue.prompt["category"]][str(1 << (count - 1).bit_length())] += 1
 
     def said(self) -> dict[str, Any]:
         """The counts; where servers answered, how often each did, and how many answers came without token ids."""
-        given = self._ended["given"]
-        target = self._said["conversations"] - given
-        found: dict[str, Any] = {**self._said, "answered_by": {"target": target, "given": given}}
-        found |= {"answer_lengths": {category: dict(lengths) for category, lengths in self._lengths.items()}}
+        found: dict[str, Any] = dict(self._said)
+        without_ids, given = found.pop("without_ids"), self._ended["given"]
+        found["answered_by"] = {"target": found["conversations"] - given, "given": given}
+        found["answer_lengths"] = {category: dict(lengths) for category, lengths in self._lengths.items()}
         found |= {"ended": {end: n for end, n in self._ended.items() if n}, "dropped": dict(self._dropped)}
-        if self._servers:
-            found |= {"servers": dict(self._servers), "without_ids": self._without_ids}
-        return found
+        return found | ({"servers": dict(self._servers), "without_ids": without_ids} if self._servers else {})

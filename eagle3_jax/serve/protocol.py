@@ -25,54 +25,34 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # strings, characters: every token is sear
 
 _Body = TypeVar("_Body", bound=pydantic.BaseModel)
 
-_UNSUPPORTED = "this server does not support it"
 _TEXT_ONLY = "this server reads and writes text only"
-# Field -> values without effect, and the reason to refuse others.
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), "a completion's prompt goes through no template"),  # supported for chats
-    "tool_choice": (("none", "auto"), "this server calls no tools"),
-    "functions": (([],), "this server calls no functions"),
-    "function_call": (("none", "auto"), "this server calls no functions"),
-    "response_format": (({"type": "text"},), "answers here are free text"),
-    "structured_outputs": ((), "answers here are free text"),
-    "guided_json": ((), "answers here are free text"),
-    "guided_regex": ((), "answers here are free text"),
-    "guided_choice": ((), "answers here are free text"),
-    "guided_grammar": ((), "answers here are free text"),
-    "json_schema": ((), "answers here are free text"),
-    "regex": ((), "answers here are free text"),
-    "ebnf": ((), "answers here are free text"),
-    "structural_tag": ((), "answers here are free text"),
-    "reasoning_effort": (("medium",), _UNSUPPORTED),
-    "verbosity": (("medium",), _UNSUPPORTED),
-    "modalities": ((["text"],), _TEXT_ONLY),
-    "audio": ((), _TEXT_ONLY),
-    "web_search_options": ((), _UNSUPPORTED),
-    "best_of": ((1,), "request n answers and choose among them"),
-    "use_beam_search": ((), _UNSUPPORTED),
-    "length_penalty": ((1,), "it belongs to beam search"),
-    "echo": ((), "the answer does not repeat the prompt"),
-    "suffix": (("",), "the model only continues the prompt"),
-    "prompt_logprobs": ((), "log-probabilities are those of the answer's tokens"),
-    "truncate_prompt_tokens": ((), _UNSUPPORTED),
-    "prompt_embeds": (([],), "a prompt is text or token ids"),
-    "documents": (([],), "the target's own template is used unchanged"),
-    "lora_path": ((), _UNSUPPORTED),
-    "custom_logit_processor": ((), "use logit_bias"),
-    "return_hidden_states": ((), _UNSUPPORTED),
-    "allowed_token_ids": ((), "use logit_bias"),
-    "bad_words": (([],), "use logit_bias"),
-    "chat_template": ((), "the target's own template is used"),
-    "chat_template_kwargs": (({},), "a completion's prompt goes through no template"),  # supported for chats
-    "add_special_tokens": ((), "the target's own template writes them"),  # supported for completions
-    "add_generation_prompt": ((True,), "an answer is the assistant's next turn"),
-    "continue_final_message": ((), "an answer is the assistant's next turn"),
-    "stop_regex": (("", []), "use stop"),
-    "include_stop_str_in_output": ((), "the text ends before the stop string"),
-    "no_stop_trim": ((), "the text ends before the stop string"),
-    "skip_special_tokens": ((True,), "the text has no special tokens"),
-    "spaces_between_special_tokens": ((True,), "the text has no special tokens"),
+# Reason to refuse fields -> each with its values that have no effect.
+_REASONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "answers here are free text": {"response_format": ({"type": "text"},)}
+    | dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ())
+    | dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), ()),
+    "this server does not support it": {"reasoning_effort": ("medium",), "verbosity": ("medium",)}
+    | dict.fromkeys(("web_search_options", "use_beam_search", "truncate_prompt_tokens", "lora_path"), ())
+    | {"return_hidden_states": ()},
+    "this server calls no tools": {"tool_choice": ("none", "auto")},
+    "this server calls no functions": {"functions": ([],), "function_call": ("none", "auto")},
+    _TEXT_ONLY: {"modalities": (["text"],), "audio": ()},
+    "a completion's prompt goes through no template": {"tools": ([],), "chat_template_kwargs": ({},)},  # a chat's does
+    "the target's own template writes them": {"add_special_tokens": ()},  # a completion has the field
+    "the target's own template is used": {"chat_template": (), "documents": ([],)},
+    "an answer is the assistant's next turn": {"add_generation_prompt": (True,), "continue_final_message": ()},
+    "request n answers and choose among them": {"best_of": (1,)},
+    "it belongs to beam search": {"length_penalty": (1,)},
+    "the answer does not repeat the prompt": {"echo": ()},
+    "the model only continues the prompt": {"suffix": ("",)},
+    "log-probabilities are those of the answer's tokens": {"prompt_logprobs": ()},
+    "a prompt is text or token ids": {"prompt_embeds": ([],)},
+    "use logit_bias": {"custom_logit_processor": (), "allowed_token_ids": (), "bad_words": ([],)},
+    "use stop": {"stop_regex": ("", [])},
+    "the text ends before the stop string": {"include_stop_str_in_output": (), "no_stop_trim": ()},
+    "the text has no special tokens": {"skip_special_tokens": (True,), "spaces_between_special_tokens": (True,)},
 }
+_REFUSED = {field: (harmless, why) for why, fields in _REASONS.items() for field, harmless in fields.items()}
 
 
 class _Wrong(ValueError):

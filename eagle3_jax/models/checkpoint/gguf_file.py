@@ -9,14 +9,13 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from gguf import GGUFReader
 from safetensors import SafetensorError
 
 from eagle3_jax.models.checkpoint import gguf_blocks
 from eagle3_jax.models.checkpoint.gguf_blocks import KINDS, BlockKind, Parts
-from eagle3_jax.models.checkpoint.table import FLOATS, Entry, Packed
+from eagle3_jax.models.checkpoint.table import DTYPES, FLOATS, Entry, Packed
 from eagle3_jax.runs import disk
 
 GGUF = ".gguf"
@@ -37,7 +36,6 @@ _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 # Architectures, and whether llama.cpp interleaves the rows of their queries and keys.
 _INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
 _NOT_WEIGHTS = ("rope_freqs.weight",)  # config.json's rope_scaling says the same
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 def hf_name(name: str) -> str:
@@ -140,7 +138,7 @@ class GgufTensor:
         if self.kind is not None:
             found = gguf_blocks.multiplied_out(*self.parts(rows))
         else:
-            data = self._data.view(_DTYPES[self._dtype]).reshape(self._shape)
+            data = self._data.view(DTYPES[self._dtype]).reshape(self._shape)
             found = data[rows if self._rows is None else self._rows[rows]]
         return found[(slice(None), *others)]
 

@@ -11,30 +11,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.models.checkpoint.gguf_file import GGUF, open_gguf
+from eagle3_jax.models.checkpoint.table import DTYPES
 from eagle3_jax.runs import disk
 
-_DTYPES: dict[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
 _LARGEST_HEADER = 100 << 20  # safetensors' own limit
 
 
@@ -59,7 +42,7 @@ class _Tensors:
             self._path, self._start = path, 8 + length
             for name, entry in self._entries.items():
                 begin, end = entry["data_offsets"]
-                bytes_each = np.dtype(_DTYPES[entry["dtype"]]).itemsize
+                bytes_each = np.dtype(DTYPES[entry["dtype"]]).itemsize
                 if end - begin != bytes_each * math.prod(entry["shape"]) or not 0 <= begin <= end <= size - 8 - length:
                     raise SafetensorError(f"{name}: its place is not in the file")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -107,7 +90,7 @@ class _Slice:
     def _read(self, start: int, stop: int) -> np.ndarray:
         """Reads the rows `start` to `stop`."""
         if self._rows != (start, stop):
-            dtype = np.dtype(_DTYPES[self._dtype])
+            dtype = np.dtype(DTYPES[self._dtype])
             row = dtype.itemsize * math.prod(self._shape[1:])
             content = disk.read_range(self._path, self._start + start * row, self._start + stop * row)
             self._rows = (start, stop)

@@ -9,8 +9,19 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+# Names of dtypes in safetensors files, and of GGUF's floats.
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "BOOL": np.bool_,
+} | {f"{letter}{bits}": np.dtype(f"{letter.lower()}{bits // 8}") for letter in "IU" for bits in (8, 16, 32, 64)}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
