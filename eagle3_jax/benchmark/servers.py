@@ -73,56 +73,55 @@ def run(
         "hardware": (hardware := _hardware()),
         "versions": machine.versions(),
     }
-    measured: list[_Measured] = []
-    for name in (VANILLA, SPECULATIVE):
-        started = _configured(config, vanilla=name == VANILLA)
-        about = {"target": started["target"], "serve": started["serve"]}
-        server = _started(started, folder / f"serve_{name}.yaml")
-        measured.append(_Measured(name, folder, identity | about, server))
-    for name, url in others.items():
-        measured.append(other := _Measured(name, folder, identity | {"url": url}, _running(url, keys.get(name))))
-        other.read()
-        if len(other.levels) < len(_loads(config.traffic)):  # a missing server is found before hours of measuring
-            found_at(url.rstrip("/"), keys.get(name))
-    # A process on an accelerator takes all of its memory.
-    for group in [measured] if hardware["accelerator"] is None else [[one] for one in measured]:
-        _take_turns(group, prompts, config)
-    ways: dict[str, dict[str, Any]] = {one.name: {"model": one.model, "levels": one.levels} for one in measured}
-    for way in ways.values():
-        for level, vanilla in zip(way["levels"], ways[VANILLA]["levels"], strict=True):
-            pairs = list(zip(level["texts"], vanilla["texts"], strict=True))
-            level["identical"] = sum(a == b for a, b in pairs if a is not None and b is not None)
-    report = {**identity, "target": run_file.to_dict(config)["target"], "ways": ways}
     with disk.lock(folder / "serve.json"):
+        measured: list[_Measured] = []
+        for name in (VANILLA, SPECULATIVE):
+            started = _configured(config, vanilla=name == VANILLA)
+            about = {"target": started["target"], "serve": started["serve"]}
+            server = _started(started, folder / f"serve_{name}.yaml")
+            measured.append(_Measured.of(name, folder, identity | about, server))
+        for name, url in others.items():
+            measured.append(other := _Measured.of(name, folder, identity | {"url": url}, _running(url, keys.get(name))))
+            if len(other.levels) < len(_loads(config.traffic)):  # a missing server is found before hours of measuring
+                found_at(url.rstrip("/"), keys.get(name))
+        # A process on an accelerator takes all of its memory.
+        for group in [measured] if hardware["accelerator"] is None else [[one] for one in measured]:
+            _take_turns(group, prompts, config)
+        ways: dict[str, dict[str, Any]] = {one.name: {"model": one.model, "levels": one.levels} for one in measured}
+        for way in ways.values():
+            for level, vanilla in zip(way["levels"], ways[VANILLA]["levels"], strict=True):
+                pairs = zip(level["texts"], vanilla["texts"], strict=True)
+                level["identical"] = sum(a == b and a is not None for a, b in pairs)
+        report = {**identity, "target": run_file.to_dict(config)["target"], "ways": ways}
         disk.write_json(folder / "serve.json", report)
     return report
 
 
 @dataclasses.dataclass
 class _Measured:
-    """A server and its figures: `levels` as in `serve.json`, without `identical`."""
+    """A server and its figures, which a file keeps: `levels` as in `serve.json`, without `identical`."""
 
     name: str
-    folder: disk.Path
+    path: disk.Path
     identity: dict[str, Any]
     server: AbstractContextManager[Server]
-    model: str = ""
-    levels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    model: str
+    levels: list[dict[str, Any]]
 
-    @property
-    def path(self) -> disk.Path:
-        return self.folder / f"serve_{self.name}.json"
-
-    def read(self) -> None:
-        """Reads the figures of an earlier run, if it was this very measurement."""
+    @classmethod
+    def of(
+        cls, name: str, folder: disk.Path, identity: dict[str, Any], server: AbstractContextManager[Server]
+    ) -> _Measured:
+        """Takes the figures of an earlier run, if it was this very measurement."""
+        path, kept = folder / f"serve_{name}.json", {}
         with contextlib.suppress(OSError, ValueError):
-            kept = disk.read_json(self.path)
-            if kept.get("identity") == self.identity:
-                self.model, self.levels = kept["measured"]["model"], kept["measured"]["levels"]
+            kept = disk.read_json(path)
+        kept = kept if kept.get("identity") == identity else {}
+        return cls(name, path, identity, server, kept.get("model", ""), kept.get("levels", []))
 
-    def write(self) -> None:
-        measured = {"model": self.model, "levels": self.levels}
-        disk.write_json(self.path, {"identity": self.identity, "measured": measured})
+    def add(self, level: dict[str, Any]) -> None:
+        self.levels.append(level)
+        disk.write_json(self.path, {"identity": self.identity, "model": self.model, "levels": self.levels})
 
 
 def _loads(traffic: TrafficConfig) -> Sequence[tuple[str, int | float]]:
@@ -136,15 +135,11 @@ def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: R
     Raises:
         ValueError: a server does not start, or answers nothing.
     """
-    settings, seed = config.traffic, config.seed
-    loads = _loads(settings)
+    settings, seed, loads = config.traffic, config.seed, _loads(config.traffic)
     params = {"max_tokens": settings.max_tokens, "temperature": settings.temperature, "seed": seed}
+    missing = [one for one in group if len(one.levels) < len(loads)]
+    servers: dict[str, Server] = {}
     with contextlib.ExitStack() as stack:
-        for one in group:
-            stack.enter_context(disk.lock(one.path))
-            one.read()
-        missing = [one for one in group if len(one.levels) < len(loads)]
-        servers: dict[str, Server] = {}
         for one in missing:
             command.stop_point()
             servers[one.name] = server = stack.enter_context(one.server)
@@ -164,8 +159,7 @@ def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: R
                     url, said = servers[one.name].url, found["errors"][0]
                     raise ValueError(f"{url}: got no answer to {count} requests: {said}")
                 texts = [None if timing.error else timing.text for timing in timings]
-                one.levels.append({kind: load, **found, "texts": texts})
-                one.write()
+                one.add({kind: load, **found, "texts": texts})
 
 
 async def _drive(

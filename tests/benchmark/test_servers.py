@@ -250,7 +250,8 @@ def test_a_server_that_is_not_there_is_said_before_any_is_measured(traffic_confi
     for url in ("http://127.0.0.1:1/v1", "http://127.0.0.1:PORT/v1"):
         with pytest.raises(ValueError, match=rf"{url}/models: got .*, expected a server of OpenAI's API"):
             servers.run(traffic_config, prompts, {"vLLM": url})
-    monkeypatch.setattr(servers._Measured, "read", lambda one: one.levels.extend([{}] * 3))
+    kept = classmethod(lambda cls, name, *rest: cls(name, *rest, "a-model", [{}] * 3))
+    monkeypatch.setattr(servers._Measured, "of", kept)
     with pytest.raises(Begun):  # one that is measured already need not be there
         servers.run(traffic_config, prompts, {"vLLM": "http://127.0.0.1:1/v1"})
 
