@@ -16,13 +16,13 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from eagle3_jax.config import SPLITS, ExtractConfig, RunConfig
+from eagle3_jax.config import SPLITS, RunConfig
 from eagle3_jax.data import features, vocab
 from eagle3_jax.data.conversation import Rejected, read_conversation
 from eagle3_jax.extract import mixing, pipeline
@@ -38,7 +38,6 @@ from eagle3_jax.training.kinds.choice import kind_of
 REJECTS = "rejects.jsonl"
 # Conversations sampled from a split to estimate the size of the features and to choose padded lengths.
 _SAMPLE = 64
-_Select = Callable[[Iterable[bytes]], Iterator[str]]
 
 
 def extract(config: RunConfig, target: Target | None = None) -> None:
@@ -85,130 +84,118 @@ def extract(config: RunConfig, target: Target | None = None) -> None:
         if finished:
             processes.say(f"extract: {folder} is finished already")
         else:
-            _extract(config, target, replica, conversations, folder, mix)
+            _Extraction(config, target, replica, mix).run()
 
 
-def _extract(
-    config: RunConfig,
-    target: Target,
-    replica: Replica,
-    conversations: disk.Path,
-    folder: disk.Path,
-    mix: dict[str, Any] | None,
-) -> None:
-    limits, kept = None, {}
-    if mix is not None:
-        limits, kept = processes.agree(lambda: mixing.choose(mix, conversations / "train.jsonl", target.tokenizer))
-        parts = (f"{name} {x['kept']:,} of {x['of']:,}" for name, x in kept.items())
-        processes.say(f"extract: {mix['by']} of the mix: {', '.join(parts)}")
-    select = functools.partial(mixing.select, limits=limits, seed=config.seed)
-    sample = processes.agree(lambda: _foretell(config.extract, conversations, folder, target, select))
-    padded = choose_lengths(sample, config.extract.max_length)
-    rates: dict[str, float] = {}
-    with jax.set_mesh(replica.mesh):  # kernels are split over it
-        for split in SPLITS:
-            source = conversations / f"{split}.jsonl"
-            rates[split] = _extract_split(config.extract, source, folder / split, target, replica, padded, select)
-    rates = processes.total(rates)  # all shards are there
-    processes.agree(lambda: _finish(config, target, conversations, folder, rates, kept))
+class _Extraction:
+    """The work of the verb.
 
-
-def _finish(
-    config: RunConfig,
-    target: Target,
-    conversations: disk.Path,
-    folder: disk.Path,
-    rates: dict[str, float],
-    mix: dict[str, Any],
-) -> None:
-    """Writes the draft vocabulary and the manifest, once all shards exist."""
-    results = {split: _summarise(folder / split) | {"tokens_per_second": rates[split] or None} for split in SPLITS}
-    counts = _token_counts(folder / "train", target.model.config.vocab_size)
-    if not results["train"]["records"]:
-        raise ValueError(f"{conversations}: none of the conversations could be used, see {folder / 'train' / REJECTS}")
-    token_ids = vocab.choose_draft_vocabulary(counts, config.draft.vocab_size)
-    vocab.save(folder, token_ids)
-    sidecars = [str(path.relative_to(folder)) for split in SPLITS for path in sorted((folder / split).glob("*.json"))]
-    manifest.finish(
-        folder,
-        files=[vocab.NAME, *sidecars],
-        draft_vocabulary_coverage=vocab.coverage(counts, token_ids),
-        **({"mix": mix} if mix else {}),
-        **results,
-    )
-
-
-def _foretell(
-    config: ExtractConfig, conversations: disk.Path, folder: disk.Path, target: Target, select: _Select
-) -> list[int]:
-    """Estimates and prints the size of the features from a sample of conversations; returns the sample's lengths.
-
-    Raises:
-        ValueError: the features would not fit the free space, where the file system tells it.
+    Args:
+        mix: see `mixing.wanted`; None keeps all conversations.
     """
-    model = target.model.config
-    each = features.token_bytes(len(model.aux_layers), model.hidden_size, config.states)
-    lengths: list[int] = []
-    text = whole = 0
-    for split in SPLITS:
-        source = conversations / f"{split}.jsonl"
-        whole += disk.size(source)
+
+    def __init__(self, config: RunConfig, target: Target, replica: Replica, mix: dict[str, Any] | None) -> None:
+        self._config, self._target, self._replica, self._kept = config, target, replica, {}
+        self._conversations, self._folder = config.folder("regenerate"), config.folder("extract")
+        limits = None
+        if mix is not None:
+            train = self._conversations / "train.jsonl"
+            limits, self._kept = processes.agree(lambda: mixing.choose(mix, train, target.tokenizer))
+            parts = (f"{name} {x['kept']:,} of {x['of']:,}" for name, x in self._kept.items())
+            processes.say(f"extract: {mix['by']} of the mix: {', '.join(parts)}")
+        self._select = functools.partial(mixing.select, limits=limits, seed=config.seed)
+
+    def run(self) -> None:
+        padded = choose_lengths(processes.agree(self._foretell), self._config.extract.max_length)
+        with jax.set_mesh(self._replica.mesh):  # kernels are split over it
+            rates = {split: self._extract(split, padded) for split in SPLITS}
+        rates = processes.total(rates)  # all shards are there
+        processes.agree(lambda: self._finish(rates))
+
+    def _foretell(self) -> list[int]:
+        """Estimates and prints the size of the features from a sample of conversations; returns the sample's lengths.
+
+        Raises:
+            ValueError: the features would not fit the free space, where the file system tells it.
+        """
+        config, model = self._config.extract, self._target.model.config
+        each = features.token_bytes(len(model.aux_layers), model.hidden_size, config.states)
+        lengths: list[int] = []
+        text = whole = 0
+        for split in SPLITS:
+            source = self._conversations / f"{split}.jsonl"
+            whole += disk.size(source)
+            with disk.open_binary(source) as stream:
+                for line in itertools.islice(self._select(stream), _SAMPLE):
+                    with contextlib.suppress(Rejected):
+                        sequences = read_conversation(line, self._target.tokenizer, config.max_length)
+                        lengths += [len(sequence.token_ids) for sequence in sequences]
+                text += stream.tell()
+        shards = [path for split in SPLITS for path in (self._folder / split).glob("*.array_record")]
+        there = sum(disk.each(disk.size, shards))
+        need = max(0, sum(lengths) * each * whole // max(text, 1) - there)
+        sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token)"
+        free = disk.free_bytes(self._folder)
+        if free is not None:
+            sizes += f", {free / 2**30:.1f} GiB are free"
+            if need > free:
+                raise ValueError(f"{self._folder}: needs about {sizes}; free some space, or choose another run_dir")
+        processes.say(f"extract: about {sizes}")
+        return lengths
+
+    def _extract(self, split: str, padded: Sequence[int]) -> float:
+        """Computes this replica's missing shards of a split. Returns the tokens a second that this process wrote."""
+        config, replica = self._config.extract, self._replica
+        source, folder = self._conversations / f"{split}.jsonl", self._folder / split
+        disk.make_folder(folder)
         with disk.open_binary(source) as stream:
-            for line in itertools.islice(select(stream), _SAMPLE):
-                with contextlib.suppress(Rejected):
-                    sequences = read_conversation(line, target.tokenizer, config.max_length)
-                    lengths += [len(sequence.token_ids) for sequence in sequences]
-            text += stream.tell()
-    shards = [path for split in SPLITS for path in (folder / split).glob("*.array_record")]
-    there = sum(disk.each(disk.size, shards))
-    need = max(0, sum(lengths) * each * whole // max(text, 1) - there)
-    sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token)"
-    free = disk.free_bytes(folder)
-    if free is not None:
-        sizes += f", {free / 2**30:.1f} GiB are free"
-        if need > free:
-            raise ValueError(f"{folder}: needs about {sizes}; free some space, or choose another run_dir")
-    processes.say(f"extract: about {sizes}")
-    return lengths
+            total = sum(1 for _ in self._select(stream))
+        shards = max(1, -(-total // config.shard_records))
+        paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
+        processes.barrier()  # a replica with several processes must see the same shards as complete on all of them
+        complete = disk.each(features.is_complete, paths)
+        processes.barrier()
+        place = functools.partial(put, sharding=batch_sharding(replica.mesh))
+        with disk.open_binary(source) as stream, pipeline.Progress(total, f"extract {split}") as progress:
+
+            def missing() -> Iterator[pipeline.Shard]:
+                selected = self._select(stream)
+                for shard, path in enumerate(paths):
+                    lines = list(itertools.islice(selected, config.shard_records))
+                    if complete[shard] or shard % replica.count != replica.index:
+                        progress.skip(len(lines))
+                    else:
+                        yield pipeline.Shard(shard, path, lines)
+
+            pipeline.run(missing(), config, self._target, replica, padded, place, progress)
+        return progress.rate()
+
+    def _finish(self, rates: dict[str, float]) -> None:
+        """Writes the draft vocabulary and the manifest, once all shards exist."""
+        folder, results = self._folder, {}
+        counts = np.zeros(self._target.model.config.vocab_size, np.int64)  # how often each token counts in the loss
+        for split in SPLITS:
+            notes = disk.each(features.read_notes, sorted((folder / split).glob("*.array_record")))
+            results[split] = _summarise(folder / split, notes) | {"tokens_per_second": rates[split] or None}
+            for token_ids, times in (note["token_counts"] for note in notes if split == "train"):
+                counts[np.asarray(token_ids, np.int64)] += np.asarray(times, np.int64)
+        if not results["train"]["records"]:
+            expected = f"none of the conversations could be used, see {folder / 'train' / REJECTS}"
+            raise ValueError(f"{self._conversations}: {expected}")
+        token_ids = vocab.choose_draft_vocabulary(counts, self._config.draft.vocab_size)
+        vocab.save(folder, token_ids)
+        sidecars = [path for split in SPLITS for path in sorted((folder / split).glob("*.json"))]
+        manifest.finish(
+            folder,
+            files=[vocab.NAME, *(str(path.relative_to(folder)) for path in sidecars)],
+            draft_vocabulary_coverage=vocab.coverage(counts, token_ids),
+            **({"mix": self._kept} if self._kept else {}),
+            **results,
+        )
 
 
-def _extract_split(
-    config: ExtractConfig,
-    source: disk.Path,
-    folder: disk.Path,
-    target: Target,
-    replica: Replica,
-    padded: Sequence[int],
-    select: _Select,
-) -> float:
-    """Computes this replica's missing shards of one split. Returns the tokens a second that this process wrote."""
-    disk.make_folder(folder)
-    with disk.open_binary(source) as stream:
-        total = sum(1 for _ in select(stream))
-    shards = max(1, -(-total // config.shard_records))
-    paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
-    processes.barrier()  # a replica with several processes must see the same shards as complete on all of them
-    complete = disk.each(features.is_complete, paths)
-    processes.barrier()
-    place = functools.partial(put, sharding=batch_sharding(replica.mesh))
-    with disk.open_binary(source) as stream, pipeline.Progress(total, f"extract {folder.name}") as progress:
-
-        def missing() -> Iterator[pipeline.Shard]:
-            selected = select(stream)
-            for shard, path in enumerate(paths):
-                lines = list(itertools.islice(selected, config.shard_records))
-                if complete[shard] or shard % replica.count != replica.index:
-                    progress.skip(len(lines))
-                else:
-                    yield pipeline.Shard(shard, path, lines)
-
-        pipeline.run(missing(), config, target, replica, padded, place, progress)
-    return progress.rate()
-
-
-def _summarise(folder: disk.Path) -> dict[str, Any]:
+def _summarise(folder: disk.Path, all_notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums the notes of a split's shards for the manifest, and writes the list of rejects."""
-    all_notes = disk.each(features.read_notes, sorted(folder.glob("*.array_record")))
     rejects = [reject for notes in all_notes for reject in notes["rejects"]]
     with disk.atomic(folder / REJECTS) as temporary:
         temporary.write_text("".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects))
@@ -229,15 +216,6 @@ def _summarise(folder: disk.Path) -> dict[str, Any]:
         "provenance": provenance,
         "categories": categories,
     }
-
-
-def _token_counts(folder: disk.Path, vocab_size: int) -> np.ndarray:
-    """Sums over the shards' notes how often each token counts in the loss, int64 [V]."""
-    counts = np.zeros(vocab_size, np.int64)
-    for notes in disk.each(features.read_notes, list(folder.glob("*.array_record"))):
-        token_ids, times = notes["token_counts"]
-        counts[np.asarray(token_ids, np.int64)] += np.asarray(times, np.int64)
-    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
