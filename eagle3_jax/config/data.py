@@ -1,4 +1,4 @@
-"""Sections of the verbs that make the data of a training: prepare, regenerate, extract."""
+"""Config sections of the verbs that make training data: prepare, regenerate, extract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of the models, the shape of a draft, and the devices, which the verbs share."""
+"""Config sections that verbs share: the models, the shape of a draft, and the devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run: all sections, and its folders."""
+"""A run's configuration: all sections, and its folders."""
 
 from __future__ import annotations
 

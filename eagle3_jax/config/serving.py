@@ -1,4 +1,4 @@
-"""Sections of the verbs that use a trained head: export, evaluate, benchmark, serve."""
+"""Config sections of the verbs that use a trained head: export, evaluate, benchmark, serve."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class ServeConfig:
 
 @section("card")
 class CardConfig:
-    """Fields of the model card that no verb knows.
+    """Fields of the model card that only the user knows.
 
     Attributes:
         license: licence of the head, by its name on the hub, such as "apache-2.0".

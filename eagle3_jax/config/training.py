@@ -1,4 +1,4 @@
-"""The section of train."""
+"""The config section of train."""
 
 from __future__ import annotations
 

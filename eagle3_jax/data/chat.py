@@ -1,4 +1,4 @@
-"""Tokenisation of conversations with the mask of the assistant's tokens, for any chat template.
+"""Tokenises conversations and masks the assistant's tokens, for any chat template.
 
 A template's `{% generation %}` marks are not used: most templates lack them, and transformers then returns an all-zero
 mask. The conversation is rendered several times instead, and the assistant's spans are found by comparison.

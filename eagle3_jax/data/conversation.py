@@ -1,4 +1,4 @@
-"""Conversion of a conversations file's lines into training sequences of token ids.
+"""Converts the lines of a conversations file into training sequences of token ids.
 
 Answers that `regenerate` sampled keep the prompt ids and the drawn ids. Tokenising the text again may give other
 tokens, with other states and another most likely token.

@@ -1,4 +1,4 @@
-"""Duplicates among prompts: exact ones by their identity, near ones by the words in a row that they share.
+"""Finds duplicates among prompts: exact ones by identity, near ones by shared runs of words.
 
 Two prompts are near duplicates when a band of their MinHash signatures is equal and the Jaccard similarity of their
 shingles reaches a threshold. `Duplicates` is the pass in order: the first of several stays. Each function here depends

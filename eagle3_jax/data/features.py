@@ -1,4 +1,4 @@
-"""Feature shards: one record per conversation, many records per ArrayRecord file, random access over a whole folder.
+"""Feature shards: a record for each conversation, many records per ArrayRecord file, random access over a folder.
 
 A record is a safetensors buffer, which names its arrays, shapes and dtypes, holds float8 and bfloat16, and runs no code
 when read.

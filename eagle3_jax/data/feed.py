@@ -1,4 +1,4 @@
-"""A batch on its way to the devices: each row is read by one process, sent once, and gathered between the chips.
+"""Feeds batches to the devices: one process reads each row and sends it once, and the chips gather it.
 
 Rows that are split along their length are cut into pieces on the way. A group of the mesh's rows that shares them (see
 `Split`) stands for a row of the mesh then.

@@ -1,4 +1,4 @@
-"""Reading of JSONL files of other programs, as numbered lines; of a whole file, or of a part of it."""
+"""Reads other programs' JSONL files as numbered lines, a whole file or a part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records read ahead by worker processes or threads, each copied once, into buffers that are used again.
+"""Reads records ahead in worker processes or threads, each copied once, into buffers that are used again.
 
 A record is read by the worker that its shard belongs to, so that a shard is opened by one worker, and stays open there.
 A worker process knows neither JAX nor the program that started it. Batches lie in memory that all of them share.

@@ -1,4 +1,4 @@
-"""Reading of a shard in a bucket: single records of an ArrayRecord file by ranges.
+"""Reads single records of an ArrayRecord file in a bucket, by ranges.
 
 array_record reads local files; its own reader of Cloud Storage takes no emulator and no credentials by name. This one
 reads what `features.write_shard` writes: a record is one chunk, uncompressed, and an index stands at the file's end.

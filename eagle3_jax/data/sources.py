@@ -1,4 +1,4 @@
-"""The sources of prompts, normalised to one record: {"id", "category", "messages"}.
+"""Reads the sources of prompts, normalised to one record: {"id", "category", "messages"}.
 
 A reader yields a `Prompt` for each usable record and a `Reject` for any other; a broken line never stops a run.
 Turns of the assistant and of its tools are dropped, since the target answers the user turns itself (`regenerate`). Only

@@ -1,4 +1,4 @@
-"""Which prompts are held out: a stable choice by hash, from the lowest and highest hash of all and of each category."""
+"""Chooses the held-out prompts, stably by hash: from the lowest and highest hash of all and of each category."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which conversations make a mix of categories.
+"""Chooses the conversations of a mix of categories.
 
 A mix counts tokens of answers. No prompt foretells them, so `prepare` cannot mix: code is answered at ten times the
 length of small talk. Here answers are known, and no state is computed yet. What is left out stays in its folder, so

@@ -1,4 +1,4 @@
-"""Shards on their way through a replica: tokenised in front, computed batch by batch, written behind.
+"""Moves shards through a replica: tokenised ahead, computed batch by batch, written behind.
 
 A process computes its first shard for as long as its writer keeps up, and meanwhile the next ones where the store is
 slow. The processes of a replica take turns, a batch of each: a process writes the rows of its own shards from its own

@@ -1,4 +1,4 @@
-"""What happens to one record, whatever the others are: it is refused, or redacted and named."""
+"""Cleans one record, independently of all others: refuses it, or redacts and identifies it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Personal data found by Google Cloud DLP (Sensitive Data Protection), in many languages: many texts a request.
+"""Finds personal data with Google Cloud DLP (Sensitive Data Protection), in many languages and many texts a request.
 
 `content:inspect` says where personal data is; it is replaced here, so that only inspection is paid for. Texts are the
 cells of a table with one column. A long text is several cells that overlap, since a finding never spans two.

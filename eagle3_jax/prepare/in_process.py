@@ -1,4 +1,4 @@
-"""The filters in one pass of this process, for some hundred thousand prompts: all that are kept are in memory."""
+"""Runs the filters in one pass of this process, for a few hundred thousand prompts: those kept stay in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of the sources of a run, in order."""
+"""Reads the records of a run's sources, in order."""
 
 from __future__ import annotations
 

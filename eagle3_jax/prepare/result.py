@@ -1,4 +1,4 @@
-"""What `prepare` leaves in its folder, whichever form of it did the work."""
+"""Writes the output folder of `prepare`, for each of its runners."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def regenerate(config: RunConfig) -> None:
         "verb": "regenerate",
         "prompts": manifest.fingerprint(made_from),
         "given": _given(made_from["identity"]),
-        # What is said does not depend on which hidden states are kept later.
+        # Answers do not depend on which hidden states are kept later.
         "target": {field: value for field, value in target.identity.items() if field != "aux_layers"},
         "seed": config.seed,
         "temperature": run_file.to_dict(settings)["temperature"],

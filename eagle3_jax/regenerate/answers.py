@@ -1,4 +1,4 @@
-"""Answers that are in logs: found by prompt and turn, and read when they are wanted."""
+"""Finds answers in logs by prompt and turn, and reads them on demand."""
 
 from __future__ import annotations
 

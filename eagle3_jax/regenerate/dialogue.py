@@ -1,4 +1,4 @@
-"""A prompt on its way to a conversation, turn by turn: whoever answers, an engine of this process or a server."""
+"""Turns a prompt into a conversation, turn by turn, with answers of an engine in this process or of a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the target said in one turn; a line of the log.
+    """The target's answer in one turn; a line of the log.
 
     Attributes:
         token_ids: as they were sampled, the end of sequence included. Training reads these: their text, tokenised
@@ -102,7 +102,7 @@ class Dialogue:
             self.end = "empty"
             return
         self.answers.append(answer)
-        if answer.truncated:  # the end of this turn was never said, so nothing can follow it
+        if answer.truncated:  # this turn has no end, so nothing can follow it
             self.end = "truncated"
         elif calls:
             self.end = "called"

@@ -1,4 +1,4 @@
-"""Answers of engines in this process, one for each row of the mesh."""
+"""Answers with engines in this process, one for each row of the mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks which server: as many requests on their way to each as it takes, others while one rests, none lost.
+"""Distributes prompts over servers: bounded concurrency per server, failover while one recovers, no prompt lost.
 
 A server that fails rests, longer each time, until a probe shows that it is well and still holds the target. What it
 was asked is asked of another one. A prompt at which several attempts fail is a reject; so is one that a server refuses

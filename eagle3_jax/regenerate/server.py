@@ -1,4 +1,4 @@
-"""One server of OpenAI's API that holds the target: what it is compared with, and one turn asked of it.
+"""One OpenAI-compatible server that holds the target: checks that it does, and asks it for one turn.
 
 Token ids come by vLLM's `return_token_ids`, which SGLang and this package's own server know too. vLLM and this package
 put the prompt's ids beside the choices, SGLang into each; a server without the field (OpenAI's) gives none.

@@ -1,4 +1,4 @@
-"""Blocks: parts of the sources, each read by one worker, whose order is the order of all records."""
+"""Splits the sources into blocks, one for each worker; the blocks' order is the order of all records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides which duplicates stay: the first in input order, computed from pairwise relations alone.
+"""Decides which duplicate to keep: the first in input order, computed from pairwise relations only.
 
 Whether a prompt stays depends on smaller ones, and theirs on still smaller ones. Rounds of "who has no undecided
 smaller neighbour stays, its neighbours go" would be n / 2 for a chain of n, and each groups all relations anew. One

@@ -1,4 +1,4 @@
-"""The filters on Apache Beam, for millions of prompts: the same functions, the same output, no list of all prompts.
+"""Runs the filters on Apache Beam, for millions of prompts: the same functions and output, no list of all prompts.
 
 Two pipelines, which meet in files. The first reads the sources in blocks, cleans each record, and groups signatures by
 identity and by band: whatever workers find to be duplicates is written as relations, by block. `keeping` decides in
