@@ -1,4 +1,4 @@
-"""Acceptance: rounds and accepted drafts, counted by depth, and the two figures that follow from them: tau and alpha.
+"""Acceptance: rounds and accepted drafts counted by depth, and the two figures computed from them, tau and alpha.
 
 These are the figures of the EAGLE papers (EAGLE-3: arXiv 2503.01840), counted as SGLang and vLLM do. A round that ends
 on an accepted end-of-sequence token, or at the answer's limit, counts a bonus token that is not in the answer.

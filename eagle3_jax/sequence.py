@@ -1,4 +1,4 @@
-"""Rows of tokens in pieces over the data axis of a mesh: sequence parallelism, for rows too long for one device.
+"""Sequence parallelism: rows of tokens split over the data axis of a mesh, for rows too long for one device.
 
 A piece is an array's row like any other, so whatever computes row by row needs no change. What reads beyond its piece
 asks a `Split`: for the tokens behind it, for the piece before it, or for the whole row.

@@ -1,4 +1,4 @@
-"""Checks of an engine's arguments, before work begins: an unchecked type would fail far from the cause."""
+"""Checks an engine's arguments before work begins: a wrong type would fail far from its cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling parameters that a request leaves out: those of generation_config.json, as in vLLM and SGLang."""
+"""Defaults for sampling parameters that a request leaves out, from generation_config.json, as in vLLM and SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding of prompts: a string, messages or token ids -> token ids."""
+"""Encodes prompts: a string, messages or token ids -> token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a warm-up, between whose steps a verb that was asked to stop ends."""
+"""Reports the progress of a warm-up, and ends a stopped verb between two of its steps."""
 
 from __future__ import annotations
 

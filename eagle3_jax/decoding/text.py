@@ -1,4 +1,4 @@
-"""Text of an answer: its channels, its characters, its stop strings, and the tokens that end it.
+"""The text of an answer: its channels, its characters, its stop strings, and the tokens that end it.
 
 Tokens come piece by piece; the text is the same however they are cut. gpt-oss answers in OpenAI's harmony format:
 `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`. The channel

@@ -1,4 +1,4 @@
-"""Whole models that draft for larger ones, on disk: telling them from draft heads, checking them against the target."""
+"""Whole models on disk that draft for larger ones: tells them from draft heads, and checks them against the target."""
 
 from __future__ import annotations
 

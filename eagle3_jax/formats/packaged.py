@@ -1,4 +1,4 @@
-"""The heads in this package, found by their target: `draft="auto"`."""
+"""Finds the packaged head of a target: `draft="auto"`."""
 
 from __future__ import annotations
 

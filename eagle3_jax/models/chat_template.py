@@ -1,4 +1,4 @@
-"""Rendering of chat templates, messages -> text -> prompt ids, shared by training, measuring and serving."""
+"""Renders chat templates, messages -> text -> prompt ids, for training, measuring and serving."""
 
 from __future__ import annotations
 

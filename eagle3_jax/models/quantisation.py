@@ -1,4 +1,4 @@
-"""Which parameters of a model are held in few bits: matrices and experts, and embeddings and LM head by choice."""
+"""Which parameters a model holds in few bits: matrices and experts, and embeddings and LM head by choice."""
 
 from __future__ import annotations
 

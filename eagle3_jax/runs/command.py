@@ -1,4 +1,4 @@
-"""The frame of every verb's command line: an error is one sentence, SIGTERM and Ctrl-C an orderly stop.
+"""The frame of every verb's command line: one sentence for an error, an orderly stop on SIGTERM and Ctrl-C.
 
 A preempted TPU VM, a scheduler and `docker stop` send SIGTERM and kill half a minute later; Ctrl-C is a person who
 waits. A verb asks `stop_asked`, or passes a `stop_point`, wherever its work so far is on disk. Before the first stop

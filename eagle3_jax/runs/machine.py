@@ -1,4 +1,4 @@
-"""The machine: its hardware, the versions on it, its TPU chips, its memory."""
+"""Describes the machine: its hardware, versions, TPU chips and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes as one run: they join, process 0 writes and decides, all agree.
+"""Runs several processes as one: they join, process 0 writes and decides, all agree.
 
 On a slice of several TPU hosts every host runs the same command. Process 0 does the work that is done once, and sends
 the result, or the refusal, through JAX's coordination service. The service works before the devices are initialised,

@@ -1,4 +1,4 @@
-"""Progress of work that takes long: a bar on a terminal, lines in a log."""
+"""Shows the progress of long work: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 

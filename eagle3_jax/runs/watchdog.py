@@ -1,4 +1,4 @@
-"""The watch of a run's processes over each other: the end of one ends all, with its reason.
+"""Lets a run's processes watch each other: when one ends, all end, with its reason.
 
 A thread of each process watches the others through JAX's coordination service: a failing process leaves its reason
 there, a killed one misses its heartbeats. Process 0 holds that service. When it is killed, JAX mostly aborts the others

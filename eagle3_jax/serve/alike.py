@@ -1,4 +1,4 @@
-"""What all hosts of one server must have alike, checked before they load and compile for minutes."""
+"""Checks that all hosts of one server agree, before they load and compile for minutes."""
 
 from __future__ import annotations
 

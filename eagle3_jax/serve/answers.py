@@ -1,4 +1,4 @@
-"""The engine requests of one HTTP request: submission, merged pieces, and abortion when the client is gone."""
+"""Runs the engine requests of one HTTP request: submits, merges pieces, aborts when the client is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start of the server: it listens at once and answers "starting" while a thread makes the application.
+"""Starts the server: it listens at once and answers "starting" while a thread makes the application.
 
 Loading and compiling take minutes; the main thread, which receives the signals, only serves.
 """

@@ -1,4 +1,4 @@
-"""Operations of a traced program, and the share of the devices that they use."""
+"""Counts the operations of a traced program, and the share of the devices' peak that they use."""
 
 from __future__ import annotations
 

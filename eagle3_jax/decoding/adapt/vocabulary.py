@@ -29,13 +29,13 @@ _ITERATIONS = 100
 def renewed(
     token_ids: Int32[np.ndarray, " dv"], counts: Integer[np.ndarray, " v"], ends: Iterable[int]
 ) -> Int32[np.ndarray, " dv"]:
-    """Gives every token that was said a place in the draft vocabulary, the most frequent ones first.
+    """Gives every token of the answers a place in the draft vocabulary, the most frequent ones first.
 
-    Tokens that were not said leave, those of the highest ids first: the tokenizer learnt them last.
+    Tokens that no answer has leave, those of the highest ids first: the tokenizer learnt them last.
 
     Args:
         token_ids: the vocabulary, ascending.
-        counts: how often each of the target's tokens was said.
+        counts: how often each of the target's tokens stands in the answers.
         ends: tokens that stay, the ends of answers.
 
     Returns:

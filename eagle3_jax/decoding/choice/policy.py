@@ -137,7 +137,7 @@ class TierPolicy:
         self.current = best
         other = self._to_try(requests, rates, best, known)
         if other is not None:
-            # Time beyond that of the best tier for as many tokens.
+            # Extra time compared with the best tier, for the same number of tokens.
             wasted = self._seconds(other, behind=behind, rounds=rounds, width=width)
             wasted -= self._tokens(other, requests) * rounds / (rates[best] or 1)
             if wasted <= budget:

@@ -1,4 +1,4 @@
-"""What the host says to a program, in one array: a dispatch sends one, however many numbers it takes."""
+"""Packs what the host passes to a program into one array, so that a dispatch makes one transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a step: the columns that a program packs on the device and the host reads.
+"""The report of a dispatch: the columns that a program packs on the device and the host reads.
 
 A program returns one array of int32 with one row per request, so that the host makes one transfer per step.
 """

@@ -1,4 +1,4 @@
-"""The shapes that an engine compiles programs for, and the sizes of what it allocates once."""
+"""The shapes that an engine compiles programs for, and the sizes of its allocations."""
 
 from __future__ import annotations
 

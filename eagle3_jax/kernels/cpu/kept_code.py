@@ -1,4 +1,4 @@
-"""Machine code of CPU kernels, kept in the folder of JAX's compilation cache: a later start need not compile it."""
+"""Keeps the machine code of CPU kernels in the folder of JAX's compilation cache, so that later starts load it."""
 
 from __future__ import annotations
 

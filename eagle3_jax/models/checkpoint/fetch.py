@@ -1,4 +1,4 @@
-"""Resolution of names to target models: a registered name, a hub id, or a Hugging Face folder.
+"""Resolves names to target models: a registered name, a hub id, or a Hugging Face folder.
 
 A registered name stands for a model inside a Python package, which is verified, converted and cached as a Hugging Face
 folder. Any other name that is not a folder is a hub id, pinned to a known or a given commit: "org/model@revision".

@@ -1,4 +1,4 @@
-"""Conversion of a Llama-architecture GGUF file to a Hugging Face folder (config.json, model.safetensors, tokenizer).
+"""Converts a Llama-architecture GGUF file to a Hugging Face folder (config.json, model.safetensors, tokenizer).
 
 Quantised tensors are dequantised to float32 on disk, so that nothing is rounded again; the result is the model. All
 other code reads Hugging Face folders only.

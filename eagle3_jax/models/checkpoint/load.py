@@ -1,4 +1,4 @@
-"""Loading of Hugging Face checkpoints (safetensors, a single file or sharded) into the target model.
+"""Loads Hugging Face checkpoints (safetensors, a single file or sharded) into the target model.
 
 A family's table maps tensors to parameters. Every problem of a checkpoint (missing, surplus, wrongly shaped or
 unreadable tensors) is reported by name in one message, before any transfer to a device.

@@ -1,4 +1,4 @@
-"""The check of a bucket's address before work begins."""
+"""Checks a bucket's address before work begins."""
 
 from __future__ import annotations
 
