@@ -1,4 +1,4 @@
-"""The kinds of drafts, a row each. What a row names lies in higher layers, and is imported when it is asked for."""
+"""The kinds of drafts, one row each; the modules that a row names lie in higher layers and are imported on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters of prompts: normalisation, identity, benchmarks, personal data."""
+"""Filters prompts: normalisation, identity, benchmarks, personal data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redaction of personal data: Presidio's pattern recognisers find it, the name of its kind replaces it.
+"""Redacts personal data: Presidio's pattern recognisers find it, and the name of its kind replaces it.
 
 Only patterns and checksums are used: no language model, no download, no data leaves the machine. Names and postal
 addresses are therefore not found, in any language. Extra checks avoid false positives: prompts about mathematics are

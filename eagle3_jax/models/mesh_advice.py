@@ -1,4 +1,4 @@
-"""Whether a model axis pays, by arithmetic: what its devices compute against what their links carry."""
+"""Advises on a mesh by arithmetic: what a model axis's devices compute against what their links carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of several works, measured in turns: a slow phase of the machine affects all."""
+"""Times several functions in turns, so that a slow phase of the machine affects all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A live draft vocabulary: tokens of the traffic take the places of tokens that it does not have.
+"""A live draft vocabulary: tokens of the traffic replace tokens that the traffic does not have.
 
 A head cannot draft what its draft vocabulary lacks, however long it learns. A new token's rows are computed from the
 target's row, by the linear map that fits the other tokens best. They draft at once, and learn on from there.

@@ -1,4 +1,4 @@
-"""What an engine keeps on the device, allocated once: its state, and how large its caches may be."""
+"""An engine's allocations on the device, made once: its state, and the size of its caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verification computed of each slot's newest tokens: a live head learns from it (`decoding.adapt`)."""
+"""States that verification computed for each slot's newest tokens; a live head learns from them (`decoding.adapt`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resting draft head: rounds without it buffer what it did not read, and one pass lets it draft again.
+"""Buffers what a resting draft head does not read, so that one pass lets it draft again.
 
 The head needs the pair (token, hidden states) of every position. Reading them in every round would cost what resting
 saves, so they wait in a buffer. A sequence that outgrows the buffer is lost to the head until its slot is given to

@@ -1,4 +1,4 @@
-"""Token maps of FR-Spec (https://arxiv.org/abs/2502.14856): the frequent tokens, which alone are drafted.
+"""Token maps of FR-Spec (https://arxiv.org/abs/2502.14856): the frequent tokens, to which drafts are limited.
 
 SGLang takes them as `--speculative-token-map`, ids that torch saved, in a file or on a hub. A torch file is an archive
 of a pickle and of the tensor's numbers. The pickle is parsed here without being run; anything but a list or a vector of

@@ -1,4 +1,4 @@
-"""The check of a checkpoint's tensors against those that its config asks for: of targets, heads, weights in memory."""
+"""Checks a checkpoint's tensors against its config: for targets, heads, and weights in memory."""
 
 from __future__ import annotations
 

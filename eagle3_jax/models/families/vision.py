@@ -1,4 +1,4 @@
-"""Checkpoints of vision-language models, of which only the text model is read.
+"""Vision-language checkpoints, of which only the text model is read.
 
 Its tensors are named "language_model.model.layers..." on the hub and "model.language_model.layers..." in transformers;
 a text-only checkpoint has neither prefix.

@@ -1,4 +1,4 @@
-"""The kind of training of each kind of head that is trained (`config.kinds.KINDS`)."""
+"""Finds how each kind of head is trained (`config.kinds.KINDS`)."""
 
 from __future__ import annotations
 
