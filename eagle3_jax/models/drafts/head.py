@@ -46,7 +46,7 @@ class Head(nnx.Module):
     """
 
     vocabulary_rows: ClassVar[tuple[str, ...]] = ("lm_head",)
-    gathered: ClassVar[tuple[str, ...]] = ("embed", "lm_head")
+    gathered: ClassVar[tuple[str, ...]] = ("lm_head",)
     read_once: ClassVar[tuple[str, ...]] = ()
     drafts: int | None = None
     model: TargetModel | None = None
