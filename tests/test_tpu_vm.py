@@ -26,7 +26,6 @@ from eagle3_jax.runs import command
 from eagle3_jax.runs.bucket import clients
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs/batch-jobs-on-tpu-vms.md"
 KUBERNETES = ROOT / "docs/kubernetes.md"
 
 GCLOUD = f"""#!{sys.executable} -IS
@@ -557,20 +556,6 @@ def test_a_dry_run_shows_all_and_asks_nothing(cloud, config, command):
     )
     assert cloud.asked()[: len(would_ask)] == would_ask
     assert len(cloud.asked()) - len(would_ask) == (words[0] == "create")
-
-
-def test_what_is_documented_asks_for_a_zone_that_has_the_type():
-    """Google's table of regions and zones, of v5e in North America."""
-    text = PAGE.read_text() + (ROOT / "tools/tpu_vm.sh").read_text()
-    (zone,) = set(re.findall(r"--zone ([a-z]+-\S+)", text))
-    assert zone in ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a") and zone in PAGE.read_text()
-    assert set(re.findall(r"--type (v\S+)", text)) == {"v5litepod-8", "v5litepod-16"}
-    assert re.findall(r"--location (\S+)", text) == [zone.rpartition("-")[0]]
-
-
-def test_what_runs_by_itself_ends_with_the_slice():
-    (loop,) = re.findall(r"^until .*?^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert loop.splitlines()[-2].startswith("bash tools/tpu_vm.sh delete ")
 
 
 # ----------------------------------------------------------------------------------------------- Kubernetes, containers

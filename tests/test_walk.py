@@ -26,22 +26,6 @@ def test_what_is_said_comes_back_and_stumbles_are_named(tmp_path):
         run(tmp_path, f"{sys.executable} -c 'import json; json.loads(1)' || true")
 
 
-def test_the_walk_has_the_readme_s_lines_in_their_order():
-    steps = walk.blocks((ROOT / "README.md").read_text())
-    names = [
-        "tools/hello.sh",
-        "-m venv",
-        "pip install",
-        "eagle3-jax chat",
-        "Engine.load(",
-        ".serve --target",
-        "curl ",
-        ".export ",
-    ]
-    assert len(steps) == len(names)
-    assert [name in code for name, (_, code) in zip(names, steps, strict=True)] == [True] * len(names)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(5400)
 def test_a_newcomer_does_not_stumble(tmp_path):
