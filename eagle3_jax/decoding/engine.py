@@ -221,7 +221,7 @@ class Engine:
 
     @property
     def own_runner(self) -> ModelRunner:
-        """The model runner. Raises RuntimeError: the engine is on several hosts, see `hosts.lead`."""
+        """The model runner. Raises RuntimeError: the engine is on several hosts, see `hosts.api.lead`."""
         if not isinstance(self._runner, ModelRunner):
             raise RuntimeError(
                 "got an engine on several hosts, expected `warm_up` and the like before `lead`; "
@@ -540,7 +540,7 @@ class Engine:
             WeightsError: a ValueError with every missing, surplus or misshapen array, and those that are not finite, by
                 name; the engine goes on with the weights before.
             ValueError: an engine whose checkpoint's own few bits no floats are rounded to ("stored").
-            RuntimeError: an engine on several hosts, see `hosts.lead`.
+            RuntimeError: an engine on several hosts, see `hosts.api.lead`.
         """
         runner, dtype = self.own_runner, self.target.embed[...].dtype
         target = runner.quantised_target(trees.target_of(weights, self.target.config, dtype, runner.mesh))
