@@ -12,7 +12,7 @@ from flax import nnx
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.drafts.one_pass import OnePassHead
 from eagle3_jax.models.layers import at_row, normal
-from eagle3_jax.models.target import final_boundary
+from eagle3_jax.models.target_config import final_boundary
 
 
 @dataclasses.dataclass(frozen=True)

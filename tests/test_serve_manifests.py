@@ -9,7 +9,7 @@ import yaml
 
 from eagle3_jax.config import RunConfig
 from eagle3_jax.serve import __main__ as serve
-from eagle3_jax.serve import opening
+from eagle3_jax.serve import startup
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -36,7 +36,7 @@ def asked_of(pod: dict[str, Any], hosts: int) -> RunConfig:
     assert config.serve.api_key_variable is not None
     assert "secretKeyRef" in variables[config.serve.api_key_variable]["valueFrom"]
     before = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert before + config.serve.drain_timeout + opening.LAST + serve._ENDING < pod["terminationGracePeriodSeconds"]
+    assert before + config.serve.drain_timeout + startup.LAST + serve._ENDING < pod["terminationGracePeriodSeconds"]
     return config
 
 

@@ -13,7 +13,8 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.export.write_target import write_target
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.families import Family, read_shape
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 AUX_LAYERS = (1, 2, 3)  # such as engines capture
 # What a family adds to the shape that all have; windows and chunks are shorter than the texts of tests.

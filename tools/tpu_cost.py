@@ -41,7 +41,7 @@ from eagle3_jax.config import DraftTree, RunConfig, run_file
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.training.operations import products
 
 VERBS = ("extract", "train", "rounds", "floors")

@@ -41,9 +41,9 @@ from eagle3_jax.decoding.adapt import learner
 from eagle3_jax.decoding.adapt.vocabulary import make_move
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.rounds.observed import Observed
@@ -64,7 +64,8 @@ from eagle3_jax.models.inference_layout import tpu_formats, weights_beside
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import quantised_model
 from eagle3_jax.models.shapes import shapes_of
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.sequence import Split
 from eagle3_jax.train.__main__ import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
@@ -234,10 +235,10 @@ def decoding(
     models, sizes = Models.of(target, draft), planned(tier)
     state = empty(models, tier)
     also = {} if beside is None else {f"{beside.name} state": empty(Models.of(target, None), beside)}
-    longest = max(length for _, length in sizes.chunks)
+    longest = max(length for _, length in sizes.prefill_shapes)
 
-    def chunk() -> Chunk:
-        return jax.tree.map(jnp.asarray, Chunk.of((), 1, longest, sizes))
+    def chunk() -> PromptChunk:
+        return jax.tree.map(jnp.asarray, PromptChunk.of((), 1, longest, sizes))
 
     read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
     cancelled, greedy = (placed(jax.ShapeDtypeStruct(shape, jnp.bool_), mesh) for shape in ((batch,), ()))

@@ -559,7 +559,7 @@ class Engine:
     def _answer(
         self, take: Callable[[], tuple[Name, Request] | None], on_output: Callable[[Name, Output], object] | None
     ) -> None:
-        """Answers named requests; one of them waits while the batch is full, so that a launch ends at a free slot.
+        """Answers named requests; one of them waits while the batch is full, so that a dispatch ends at a free slot.
 
         Args:
             take: the next request; None if there is none now. It is asked again after an answer.

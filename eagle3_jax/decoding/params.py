@@ -29,11 +29,11 @@ class SamplingParams:
         min_p: keeps the tokens at least this many times as probable as the best one; 0 keeps all.
         max_tokens: most tokens of the answer.
         min_tokens: tokens before which neither an end of sequence, nor a stop token, nor a stop string ends the answer.
-        seed: 64 bits, signed. In float32 and with one draft size (a fixed `tree`, or none) the answer is a function of
+        seed: 64 bits, signed. In float32 and with one tier (a fixed `tree`, or none) the answer is a function of
             the prompt, these parameters and the models alone, whatever other requests run. One exception is a random
             number at the border between two tokens (one of some 10,000 drawn), where the rounding of sums depends on
             shapes. The other, in bfloat16 or on a TPU, is a near-tie of greedy tokens. Where the engine chooses among
-            draft sizes ("auto", or several), the drawn tokens depend on its choices, their probabilities do not;
+            tiers ("auto", or several), the drawn tokens depend on its choices, their probabilities do not;
             without drawn drafts (`sample_drafts`) not even the tokens.
         n: answers to one prompt, each with random numbers of its own.
         ignore_eos: goes on after an end-of-sequence token (for measurements of speed).

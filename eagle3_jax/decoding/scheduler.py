@@ -1,8 +1,8 @@
 """The scheduler: continuous batching of requests on the device, turn by turn.
 
-A turn admits requests that fit, in the order of arrival, and launches stretches of prompts and some rounds. While the
-device works on these, it delivers the tokens of the turn before. Requests join and leave between two launches. A launch
-is short while a request waits. Caches are paged and allocated once: a request is admitted when the pages of its whole
+A turn admits requests that fit, in the order of arrival, and dispatches stretches of prompts and some rounds. While the
+device works on these, it delivers the tokens of the turn before. Requests join and leave between two dispatches, which
+are short while a request waits. Caches are paged and allocated once: a request is admitted when the pages of its whole
 answer are free, so no running request is ever preempted.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from eagle3_jax.decoding.adapt.api import AdaptStats, Learner
 from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.device import calls, shapes
-from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.report import first_progress, progress
 from eagle3_jax.decoding.device.runner import Readable, Runner
 from eagle3_jax.decoding.pages import PagePool
@@ -81,7 +81,7 @@ class Scheduler:
     """Queue, slots and pages of an engine. Any thread may `add`, `abort` and ask; one thread at a time runs `turn`.
 
     Args:
-        choice: chooses the tier of every launch of rounds.
+        choice: chooses the tier of every dispatch of rounds.
         eos: token ids that end an answer.
         prefix_cache: keeps the pages of ended requests for prompts that begin alike.
         queue_limit: requests that may wait; None is no limit.
@@ -120,7 +120,7 @@ class Scheduler:
         self._target: TargetModel | None = None  # the next turn's, see `replace_target`
         self._failure: Exception | None = None  # see `fail`
         self._cancelled: set[int] = set()  # slots whose request ended on the host while the device still runs it
-        # Reports of launches that are not read yet; the request of each row; the tier, None of prompts.
+        # Reports of dispatches that are not read yet; the request of each row; the tier, None of prompts.
         self._reports: collections.deque[tuple[Readable, dict[int, Request], Tier | None]] = collections.deque()
 
     # For any thread.
@@ -227,7 +227,7 @@ class Scheduler:
     # For the one thread that works.
 
     def turn(self) -> None:
-        """Sweeps, admits, launches, then delivers the reports of the turn before.
+        """Sweeps, admits, dispatches, then delivers the reports of the turn before.
 
         Raises an interruption, or a failure before any request began; other failures end in the requests' outputs.
         """
@@ -237,9 +237,9 @@ class Scheduler:
             self.sweep()
             self._admit()
             unread = len(self._reports)
-            self._launch()
+            self._dispatch()
             if len(self._reports) == unread:
-                unread += 1  # nothing new was launched: wait for the newest report
+                unread += 1  # nothing new was dispatched: wait for the newest report
             for _ in range(min(unread, len(self._reports))):
                 self._deliver(*self._reports[0])
                 self._reports.popleft()
@@ -289,7 +289,7 @@ class Scheduler:
             self._choice.renew()
 
     def _wait(self) -> None:
-        """Waits for the end of the newest launch."""
+        """Waits for the end of the newest dispatch."""
         if self._reports:
             np.asarray(self._reports[-1][0])
 
@@ -329,13 +329,13 @@ class Scheduler:
             self._stats.prompt_tokens += len(request.ids)
             self._stats.cached_tokens += request.read
 
-    def _launch(self) -> None:
-        """Launches stretches of prompts, then rounds of the requests whose prompt is read."""
+    def _dispatch(self) -> None:
+        """Dispatches stretches of prompts, then rounds of the requests whose prompt is read."""
         room = shapes.MOST_READ
         while unread := [r for r in self._slots if r is not None and r.read < len(r.ids)]:
             unread.sort(key=lambda request: request.number)
             left = [len(request.ids) - request.read for request in unread]
-            count, length = self._runner.sizes.chunk_for(left, self._runner.chunks)
+            count, length = self._runner.sizes.prefill_shape_for(left, self._runner.prefill_shapes)
             room -= count * length
             if room < 0:
                 break
@@ -347,11 +347,11 @@ class Scheduler:
         }
         if not running:
             return
-        # The fewer requests run, the shorter the launch: waiting prompts are read sooner, and wide rounds cost less.
+        # The fewer requests run, the shorter the dispatch: waiting prompts are read sooner, and wide rounds cost less.
         reading = sum(request is not None for request in self._slots) - len(running)
         rounds = max(1, shapes.ROUNDS * len(running) // (len(running) + reading))
         greedy = all(request.params.greedy for request in running.values())
-        with self.changes:  # a waiting request gets the first free slot: the launch ends there
+        with self.changes:  # a waiting request gets the first free slot: the dispatch ends there
             enough = 1 if self._waiting else len(self._slots)
         sizes, slots = self._runner.sizes, list(running)
         width = next(width for width in self._runner.widths if width >= len(slots))
@@ -377,7 +377,7 @@ class Scheduler:
 
     def _read_prompts(self, requests: Sequence[Request], count: int, length: int) -> None:
         """Reads on in prompts, one after the other, by the program for `count` stretches of `length` tokens."""
-        sizes, stretches = self._runner.sizes, list[Chunk]()
+        sizes, stretches = self._runner.sizes, list[PromptChunk]()
         ended: dict[int, Request] = {}
         for request in requests:
             if len(stretches) == count:
@@ -387,7 +387,7 @@ class Scheduler:
             assert request.allocation is not None
             asked, pages = _row(request, self._eos), request.allocation.pages
             while len(stretches) < count and request.read < len(request.ids):
-                stretch = Chunk.stretch(
+                stretch = PromptChunk.stretch(
                     sizes,
                     length,
                     slot=request.slot,
@@ -407,7 +407,7 @@ class Scheduler:
         self._reports.append((report, ended, None))
 
     def _deliver(self, report: Readable, requests: dict[int, Request], tier: Tier | None) -> None:
-        """Reads one report (the only transfer of its launch) and gives each request its tokens."""
+        """Reads one report (the only transfer of its dispatch) and gives each request its tokens."""
         rows, seen, drafted = np.asarray(report), [], 0
         self.delivered = time.monotonic()
         for row, request in requests.items():
@@ -465,8 +465,8 @@ class Scheduler:
         Returns:
             Whether any request had begun.
         """
-        launched = [request for _, rows, _ in self._reports for request in rows.values()]
-        begun = dict.fromkeys([*filter(None, self._slots), *launched])
+        dispatched = [request for _, rows, _ in self._reports for request in rows.values()]
+        begun = dict.fromkeys([*filter(None, self._slots), *dispatched])
         self._slots = [None] * len(self._slots)
         self._reports.clear()
         self.forget_device()

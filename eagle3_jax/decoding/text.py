@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 
 _CUT = "\ufffd"  # a decoder's mark for bytes that are no character, or not yet one
 _LONGEST = 4  # bytes of a character in UTF-8, and so most tokens that share one

@@ -21,10 +21,9 @@ from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.device import calls
 from eagle3_jax.decoding.device.calls import Call
 from eagle3_jax.decoding.device.runner import ModelRunner
-from eagle3_jax.decoding.steps import steps
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.runs import command, machine
-from eagle3_jax.runs.progress import Progress
+from eagle3_jax.runs.progress import Progress, shown
 
 # `EngineLoop.lend`, or what stands for it where no request can come.
 Lender = Callable[[Callable[[], object]], contextlib.AbstractContextManager[Callable[[], object]]]
@@ -59,7 +58,7 @@ class WarmUp:
         self._thread: threading.Thread | None = None
         self._made: set[tuple[Any, ...]] = set()
         sizes = runner.sizes
-        self.planned = 1 + len(sizes.chunks) + len(sizes.widths) * len(tiers.tiers) + runner.rests
+        self.planned = 1 + len(sizes.prefill_shapes) + len(sizes.widths) * len(tiers.tiers) + runner.rests
 
     @property
     def ready(self) -> int:
@@ -74,13 +73,13 @@ class WarmUp:
     def first(self) -> None:
         """Compiles what answers every request. Forgets the runner's state."""
         runner, sizes, tier = self._runner, self._runner.sizes, self._base[0]
-        runner.use(sizes.widths[-1:], sizes.chunks[-1:])
+        runner.use(sizes.widths[-1:], sizes.prefill_shapes[-1:])
         self._tiers.begin_with(tier)
-        first = calls.note_prompt(sizes), self._reads(*sizes.chunks[-1]), self._rounds(sizes.batch, [tier])[0]
+        first = calls.note_prompt(sizes), self._reads(*sizes.prefill_shapes[-1]), self._rounds(sizes.batch, [tier])[0]
         if callable(self._progress):
             self._progress(f"{self.planned} programs are to compile, at most; {len(first)} answer every request")
         runner.begin()
-        for call in steps(first, "compile", "program", self._progress):
+        for call in shown(first, "compile", "program", self._progress):
             self._compile(call)
 
     def rest(self, lend: Lender) -> None:
@@ -90,13 +89,13 @@ class WarmUp:
         for call in [*self._rounds(sizes.batch, self._base), *wakes]:
             self._compile(call)
         self._tiers.begin_with(self._base[-1])
-        for shape in steps(sizes.chunks[:-1], "compile readers of prompts", "program", self._progress):
+        for shape in shown(sizes.prefill_shapes[:-1], "compile readers of prompts", "program", self._progress):
             self._compile(self._reads(*shape))
-            runner.use(runner.widths, [*runner.chunks, shape])
-        for width in steps(sizes.widths[:-1], "compile narrow rounds", "width", self._progress):
+            runner.use(runner.widths, [*runner.prefill_shapes, shape])
+        for width in shown(sizes.widths[:-1], "compile narrow rounds", "width", self._progress):
             for call in self._rounds(width, self._base):
                 self._compile(call)
-            runner.use({width, *runner.widths}, runner.chunks)
+            runner.use({width, *runner.widths}, runner.prefill_shapes)
         if len(self._tiers.tiers) > 1:
             self._price(lend)
         if callable(self._progress):
@@ -134,7 +133,7 @@ class WarmUp:
         """
         tiers, widths = self._tiers, self._runner.sizes.widths
         useful = {greedy: list(tiers.tiers) for greedy in self._passes}
-        for number, width in enumerate(steps(widths, "measure rounds", "width", self._progress), start=1):
+        for number, width in enumerate(shown(widths, "measure rounds", "width", self._progress), start=1):
             for greedy in self._passes:
                 could_be = [tier for tier in useful[greedy] if tier in useful[True]]
                 known = tiers.useful(self._costs(could_be, lend, greedy=greedy, width=width))

@@ -20,7 +20,7 @@ from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.families.vision import TEXT_OF
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 from eagle3_jax.models.rope import THETA
-from eagle3_jax.models.target import ModelConfig, default_aux_layers
+from eagle3_jax.models.target_config import ModelConfig, default_aux_layers
 
 # Each engine, and the newest version whose code was read.
 ENGINES = {

@@ -19,7 +19,7 @@ from eagle3_jax.formats.kind import StoredHead
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.identity import COPY, check_same_target
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs import disk, manifest
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.tensors import LM_HEAD, Tensors
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft, Head
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 
 Path = str | pathlib.Path
 AnyTarget = Target | ModelConfig

@@ -32,7 +32,7 @@ from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
 from eagle3_jax.models.families.mimo import MimoConfig
 from eagle3_jax.models.shapes import shapes_of
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs import disk
 
 # Family -> its head, and the function that maps each parameter path of the head to tensors of the checkpoint.

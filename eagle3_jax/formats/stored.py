@@ -25,7 +25,7 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.table import Entry, plain
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.shapes import shapes_of
-from eagle3_jax.models.target import ModelConfig, default_aux_layers, without_aux_layers
+from eagle3_jax.models.target_config import ModelConfig, default_aux_layers, without_aux_layers
 
 _ROWS = 8192  # rows of embeddings compared at a time: the whole table may fill most of a device
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs.chips import RING_GIGABYTES, TERAFLOPS
 
 # Share of a device's memory that a target's weights may take beside activations, caches and a head's training.

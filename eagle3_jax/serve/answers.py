@@ -19,7 +19,7 @@ from eagle3_jax.serve.limits import queue_full
 from eagle3_jax.serve.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-_access = logging.getLogger("uvicorn.error")  # shown where `serve.access_log` is on, see `opening.http_settings`
+_access = logging.getLogger("uvicorn.error")  # shown where `serve.access_log` is on, see `startup.http_settings`
 
 
 def submit(

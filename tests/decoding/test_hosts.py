@@ -17,7 +17,7 @@ from toy import CHAIN, SMALL, make
 
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device import calls
-from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.hosts import row, wire
@@ -106,7 +106,7 @@ def test_a_call_is_the_same_on_all_processes():
     of_request = RequestRows.of(params, limit=9, stop_ids=(7,), prompt_length=3, digest=2**32 - 1)
     of: Any = {"slot": 1, "prompt": [3, 2, 1], "start": 0, "pages": [4, 2], "request": of_request}
     for call in (
-        calls.prefill(sizes, [Chunk.stretch(sizes, 16, **of)], rows=4, length=16),
+        calls.prefill(sizes, [PromptChunk.stretch(sizes, 16, **of)], rows=4, length=16),
         calls.decode(sizes, {1}, [0], 3, 1, width=1, tier=tiers.CHAIN, greedy=False),
         calls.catch_up(sizes, [], 1),
         calls.note_prompt(sizes, 1, [3, 2, 1]),

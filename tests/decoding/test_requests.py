@@ -662,7 +662,7 @@ def test_stretches_are_those_with_least_padding():
         ([1000], (1, 1024)),
         ([600], (1, 256)),
     ):
-        assert sizes.chunk_for(left) == expected, left
+        assert sizes.prefill_shape_for(left) == expected, left
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     for width in (1, 2):  # with one request left, rounds are narrow
         measured = costs.round_costs(engine.own_runner, engine.tiers.tiers, greedy=True, width=width)
         assert min(measured.rounds.values()) > 0 and measured.waking > 0
-    engine.own_runner.use(engine.own_runner.sizes.widths, engine.own_runner.chunks)
+    engine.own_runner.use(engine.own_runner.sizes.widths, engine.own_runner.prefill_shapes)
     assert engine.own_runner.widths == [1, 2]
     compiled, turns = engine.stats().programs, itertools.cycle(order)
     monkeypatch.setattr(engine.tiers, "choose", lambda *args, **kwargs: next(turns))
@@ -116,7 +116,7 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     expected = make(toy, None).generate(prompts, params)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
     assert max(answer.stats.acceptance_length for answer in got) > 1.3
-    reading = len(engine.own_runner.sizes.chunks) + 1  # programs of prompts, which measuring does not need
+    reading = len(engine.own_runner.sizes.prefill_shapes) + 1  # programs of prompts, which measuring does not need
     assert engine.stats().programs <= compiled + reading, "rounds were compiled again"
 
 

@@ -63,7 +63,7 @@ def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, 
     wait_until(lambda: not runs(engine))
     stats = engine.stats()
     assert stats.ready_programs == stats.planned_programs == 7
-    assert runner.widths == [1, 2] and sorted(runner.chunks) == sorted(runner.sizes.chunks)
+    assert runner.widths == [1, 2] and sorted(runner.prefill_shapes) == sorted(runner.sizes.prefill_shapes)
     assert all(set(policy.costs) == {1, 2} for policy in engine.tiers._policies.values())
     for count in (1, 2, 3):
         got = engine.generate(PROMPTS[:count], PARAMS[:count])
@@ -130,3 +130,16 @@ def test_who_waits_for_the_device_or_has_it_may_be_stopped(toy, monkeypatch):
     with contextlib.ExitStack() as held:
         held.callback(engine._loop._let_go)
         assert engine._loop._working.acquire(blocking=False), "it holds nothing"
+
+
+def test_a_stop_ends_a_warm_up_between_two_programs(toy, monkeypatch):
+    engine, done = make(toy), []
+
+    def one(call) -> None:
+        done.append(call.name)
+        monkeypatch.setattr(command, "_asked", command.signal.SIGTERM)
+
+    monkeypatch.setattr(engine.own_runner, "compile", one)
+    with pytest.raises(command.Stopped):
+        engine.warm_up(progress=False)
+    assert done == ["note_prompt"]

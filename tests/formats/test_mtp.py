@@ -26,7 +26,7 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import FAMILIES
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 
 VOCABULARY, HIDDEN = 40, 32
 

@@ -20,7 +20,7 @@ from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.families.mimo import MimoConfig
 from eagle3_jax.models.rope import read_rope
-from eagle3_jax.models.target import default_aux_layers
+from eagle3_jax.models.target_config import default_aux_layers
 
 HEADS = {
     head["name"]: head for head in json.loads((pathlib.Path(__file__).parent / "published.json").read_text())["heads"]

@@ -21,7 +21,7 @@ from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.serve.app import make_app
-from eagle3_jax.serve.opening import http_settings
+from eagle3_jax.serve.startup import http_settings
 
 MODEL = "org/tiny"
 

@@ -22,14 +22,14 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command, machine
 from eagle3_jax.serve import __main__ as serve
-from eagle3_jax.serve import opening
+from eagle3_jax.serve import startup
 
 TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
 # The programs that are asked for are compiled when they are.
 COLD = """
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.serve import opening
+from eagle3_jax.serve import startup
 Engine.warm_up = lambda *_, **__: None
 serve.main(["--config", "run.yaml"])
 """
@@ -236,7 +236,7 @@ def test_hints_name_flags_that_are_there():
 
 def test_requests_are_logged_for_who_asks_for_that():
     for logs, level in ((False, "warning"), (True, "info")):
-        settings = opening.http_settings(Starlette(), ServeConfig(access_log=logs))
+        settings = startup.http_settings(Starlette(), ServeConfig(access_log=logs))
         assert (settings.access_log, settings.log_level) == (logs, level)
 
 
@@ -265,7 +265,7 @@ def test_the_longest_client_timeout_is_one_of_the_socket():
 
 
 def test_nothing_speaks_websockets():
-    assert opening.http_settings(Starlette(), ServeConfig()).ws == "none"
+    assert startup.http_settings(Starlette(), ServeConfig()).ws == "none"
 
 
 def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):

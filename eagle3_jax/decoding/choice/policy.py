@@ -36,7 +36,7 @@ class HeadDebt:
 
     Attributes:
         tokens: tokens decoded while the head rested, at the last report.
-        resting: whether rounds were launched without the head, and no catch-up since.
+        resting: whether rounds were dispatched without the head, and no catch-up since.
         in_prefix: whether the request shares pages of an earlier one that the head never read.
     """
 

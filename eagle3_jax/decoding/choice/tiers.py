@@ -16,7 +16,7 @@ from eagle3_jax.decoding.params import is_number
 from eagle3_jax.decoding.tier import VANILLA, Tier
 from eagle3_jax.models.drafts.head import CHAIN as FIRST
 from eagle3_jax.models.drafts.head import TREES, Draft, Head
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 
 _log = logging.getLogger(__name__)
 

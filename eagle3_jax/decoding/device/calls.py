@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.packed import Packed
+from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.tier import RoundPlan, Tier
 
@@ -32,9 +32,9 @@ class Call(NamedTuple):
         return self.name, *self.form.values()
 
 
-def prefill(sizes: Sizes, chunks: Sequence[Chunk] = (), *, rows: int, length: int) -> Call:
+def prefill(sizes: Sizes, chunks: Sequence[PromptChunk] = (), *, rows: int, length: int) -> Call:
     """Reads stretches of prompts, up to `length` tokens of each."""
-    return Call("prefill", {"rows": rows, "length": length}, Packed.of(Chunk.of(chunks, rows, length, sizes)))
+    return Call("prefill", {"rows": rows, "length": length}, Packed.of(PromptChunk.of(chunks, rows, length, sizes)))
 
 
 def decode(

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.packed import Packed
+from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.report import Report
 from eagle3_jax.decoding.device.shapes import ROUNDS
-from eagle3_jax.decoding.rounds.read import read
+from eagle3_jax.decoding.rounds.prefill import read
 from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import TokenCounts
 from eagle3_jax.decoding.rounds.state import (
@@ -57,7 +57,7 @@ def _program(function: Callable[..., Any]) -> Any:
 
 
 @_program
-def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Array, "r report"]]:
+def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, Int[Array, "r report"]]:
     """Reads a stretch of some prompts; prompts that end with it join the batch.
 
     Returns:

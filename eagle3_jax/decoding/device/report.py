@@ -1,6 +1,6 @@
 """The report of a dispatch: the columns that a program packs on the device and the host reads.
 
-A program returns one array of int32 with one row per request, so that the host makes one transfer per step.
+A program returns one array of int32 with one row per request, so that the host makes one transfer per dispatch.
 """
 
 from __future__ import annotations

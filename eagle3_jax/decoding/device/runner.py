@@ -49,7 +49,7 @@ class Runner(Protocol):
     draft: Draft | None
     sizes: Sizes
     widths: list[int]
-    chunks: list[tuple[int, int]]
+    prefill_shapes: list[tuple[int, int]]
     dispatches: int
     compiled: int
 
@@ -69,12 +69,12 @@ class ModelRunner:
     Attributes:
         target: the target, packed on a single CPU device.
         draft: the draft on the target's devices, packed likewise.
-        tiers: ways to run a round.
+        tiers: the tiers of its rounds.
         mesh: the target's mesh; None is one device.
         padding: numbers of rows for products of few rows, see `layouts.Padded`; empty until `pad_products` has
             measured.
         widths: rows of the decode programs in use: the whole batch, until narrower ones are compiled.
-        chunks: (rows, tokens of each) of the prefill programs in use: all, until a warm-up begins.
+        prefill_shapes: (rows, tokens of each) of the prefill programs in use: all, until a warm-up begins.
         dispatches: number of calls given to the device.
         compiled: number of programs compiled, by `compile` and by its calls.
     """
@@ -95,7 +95,7 @@ class ModelRunner:
         self._few_bits = few_bits(target)
         target, draft = for_inference(target), None if draft is None else for_inference(draft, self._draft_weights)
         self.target, self.draft, self.sizes = target, draft, sizes
-        self.widths, self.chunks = [sizes.batch], sizes.chunks
+        self.widths, self.prefill_shapes = [sizes.batch], sizes.prefill_shapes
         self.padding: dict[Product, tuple[int, ...]] = {}
         self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
@@ -209,9 +209,9 @@ class ModelRunner:
         """True if other processes hold devices of the mesh: they must make the same calls."""
         return self.mesh is not None and len({device.process_index for device in self.mesh.devices.flat}) > 1
 
-    def use(self, widths: Iterable[int], chunks: Iterable[tuple[int, int]]) -> None:
-        """Sets which decode and prefill programs are in use, from any thread: see `widths` and `chunks`."""
-        self.widths, self.chunks = sorted(widths), list(chunks)
+    def use(self, widths: Iterable[int], prefill_shapes: Iterable[tuple[int, int]]) -> None:
+        """Sets which decode and prefill programs are in use, from any thread: see `widths` and `prefill_shapes`."""
+        self.widths, self.prefill_shapes = sorted(widths), list(prefill_shapes)
 
     @property
     def rests(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from eagle3_jax.decoding.tier import Tier, depth_of, scratch_of
 
-# Most rounds of one decode step: requests join and leave between two steps.
+# Most rounds of one dispatch: requests join and leave between two dispatches.
 ROUNDS = 4
 # (rows, tokens of each) of the prefill programs. Short prompts are packed: each takes as many rows as it needs, one
 # after the other. A long prompt is read alone, in one row.
@@ -86,10 +86,10 @@ class Sizes:
     @property
     def columns(self) -> int:
         """Columns of a chunk's page table: a prompt's last stretch is padded beyond its pages."""
-        return self.pages_per_sequence + -(-max(length for _, length in self.chunks) // self.page_size)
+        return self.pages_per_sequence + -(-max(length for _, length in self.prefill_shapes) // self.page_size)
 
     @property
-    def chunks(self) -> list[tuple[int, int]]:
+    def prefill_shapes(self) -> list[tuple[int, int]]:
         """(rows, tokens of each) of the prefill programs that this engine uses."""
         alone = [shape for shape in ALONE if math.prod(shape) < 2 * self.max_length]
         together = [shape for shape in PACKED[1:] if math.prod(shape) < 2 * self.max_length * (self.batch - 1)]
@@ -100,11 +100,11 @@ class Sizes:
         """Rows of the decode programs, ascending."""
         return [width for width in WIDTHS if width < self.batch] + [self.batch]
 
-    def chunk_for(self, left: Sequence[int], among: Sequence[tuple[int, int]] = ()) -> tuple[int, int]:
+    def prefill_shape_for(self, left: Sequence[int], among: Sequence[tuple[int, int]] = ()) -> tuple[int, int]:
         """Returns the prefill program with the least padding for prompts with `left` tokens, in their order.
 
         Args:
-            among: the programs to choose from; empty is `chunks`.
+            among: the programs to choose from; empty is `prefill_shapes`.
         """
 
         def use(shape: tuple[int, int]) -> tuple[float, int]:
@@ -115,4 +115,4 @@ class Sizes:
                 read, free = read + min(tokens, rows * length), free - rows
             return read / (math.prod(shape) + _DISPATCH), math.prod(shape)
 
-        return max(among or self.chunks, key=use)
+        return max(among or self.prefill_shapes, key=use)

@@ -40,7 +40,7 @@ class RowRunner:
 
     def __init__(self, like: ModelRunner, hosts: Hosts, row: int, members: Sequence[int], *, here: bool) -> None:
         self.target, self.draft, self.sizes = like.target, like.draft, like.sizes
-        self.widths, self.chunks, self.compiled = like.widths, like.chunks, like.compiled
+        self.widths, self.prefill_shapes, self.compiled = like.widths, like.prefill_shapes, like.compiled
         self.dispatches = 0
         self._own = like if here else None
         self._hosts, self._row = hosts, row

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.rounds.read import read
+from eagle3_jax.decoding.rounds.prefill import read
 from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import (

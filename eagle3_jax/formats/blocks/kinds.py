@@ -19,7 +19,7 @@ from eagle3_jax.models.drafts.dflash import FULL, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 
 MASK_EMBEDDING = "mask_embedding.pt"
 

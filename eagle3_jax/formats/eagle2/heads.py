@@ -26,7 +26,7 @@ from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.rope import read_rope
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 
 # The architecture's names in SafeAILab's code, SGLang and vLLM.
 _ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")

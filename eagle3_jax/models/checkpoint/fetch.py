@@ -40,7 +40,8 @@ from eagle3_jax.models.checkpoint.identity import identify
 from eagle3_jax.models.checkpoint.load import file_digests, load_model, weight_files
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.mesh_advice import uneven_heads
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs import disk, environment, machine, manifest, processes
 from eagle3_jax.runs.progress import Progress, shown
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.load import fingerprint
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs.manifest import ManifestError
 
 # Fields that must agree between conversations, features, heads and their target. Name and dtype may differ.

@@ -35,7 +35,8 @@ from eagle3_jax.models.families.vision import TOWER, text_name
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import GROUP, axis_of, quantised
 from eagle3_jax.models.shapes import shapes_of
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs import disk, processes
 from eagle3_jax.runs.disk import digest, read_json
 from eagle3_jax.runs.progress import Progress, shown

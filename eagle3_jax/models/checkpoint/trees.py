@@ -22,7 +22,8 @@ from eagle3_jax.models.checkpoint.load import WeightsError, parameter_path
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.shapes import shapes_of
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 # (Hugging Face, Tunix, MaxText): each name with its axes. V vocabulary, D hidden size, N heads, K KV heads, H head
 # size, F intermediate size. "#" is the layer. In MaxText all layers may be stacked, on the second axis.

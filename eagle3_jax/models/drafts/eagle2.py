@@ -29,7 +29,7 @@ from eagle3_jax.models.layers import (
     scaled_rope_table,
     zeros,
 )
-from eagle3_jax.models.target import final_boundary
+from eagle3_jax.models.target_config import final_boundary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import Attention, Scaling, SwiGLU, at_row, normal, ones, rms_norm, scaled_rope_table
-from eagle3_jax.models.target import ModelConfig, without_aux_layers
+from eagle3_jax.models.target_config import ModelConfig, without_aux_layers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_
 from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
 from eagle3_jax.models.drafts.levels import Recurrent, Rows
 from eagle3_jax.models.layers import embeddings
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 # Sizes of drafts of which the engine takes the fastest. Until it knows, it takes a chain of 3.
 CHAIN = DraftTree(num_steps=3, num_draft_tokens=4)

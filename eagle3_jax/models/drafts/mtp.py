@@ -18,7 +18,8 @@ from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
 from eagle3_jax.models.layers import at_row, normal, ones, rms_norm
-from eagle3_jax.models.target import ModelConfig, final_boundary, rotary
+from eagle3_jax.models.target import rotary
+from eagle3_jax.models.target_config import ModelConfig, final_boundary
 
 
 class MtpHead(Head):

@@ -9,7 +9,8 @@ from typing import Any
 from eagle3_jax.models.checkpoint.table import Entry
 from eagle3_jax.models.families import deepseek_v3, gemma3, gpt_oss, llama, llama4, mimo, qwen2, qwen3, qwen3_moe
 from eagle3_jax.models.families.vision import TEXT_OF, architecture, text_values
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

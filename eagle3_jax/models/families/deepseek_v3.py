@@ -26,7 +26,8 @@ from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.layers import SwiGLU, YarnScaling, apply_rope, halves, normal, ones, rms_norm, zeros
 from eagle3_jax.models.rope import KINDS, Kinds
-from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+from eagle3_jax.models.target import Attend, Rope, TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 _LATENT_EPS = 1e-6  # epsilon of the norms inside attention, independent of `rms_norm_eps`
 

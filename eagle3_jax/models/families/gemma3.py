@@ -19,7 +19,8 @@ from eagle3_jax.models.checkpoint.table import Entry, plain
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, rope_frequencies, rope_table, zeros
 from eagle3_jax.models.rope import read_scaling
-from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+from eagle3_jax.models.target import Attend, Rope, TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 

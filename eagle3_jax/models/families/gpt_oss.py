@@ -21,7 +21,8 @@ from eagle3_jax.models.checkpoint.table import Entry, Packed, kernel, plain
 from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import qwen2
 from eagle3_jax.models.layers import Attention, apply_rope, normal, ones, rms_norm, zeros
-from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+from eagle3_jax.models.target import Attend, Rope, TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

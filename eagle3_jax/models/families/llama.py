@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
 from eagle3_jax.models.layers import Attention, SwiGLU, ones, rms_norm
-from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+from eagle3_jax.models.target import Attend, Rope, TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,8 @@ from eagle3_jax.models.checkpoint.table import Entry, functions_of, kernel, plai
 from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, halves, normal, ones, rms_norm
-from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+from eagle3_jax.models.target import Attend, Rope, TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 _CHUNKED, _GLOBAL = "chunked_attention", "full_attention"
 

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any, ClassVar
 
 from eagle3_jax.models.families import qwen2
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

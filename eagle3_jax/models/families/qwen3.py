@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 from eagle3_jax.models.checkpoint.table import Entry, plain
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, ones, rms_norm
-from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+from eagle3_jax.models.target import Attend, Rope, TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

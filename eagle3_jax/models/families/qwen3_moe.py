@@ -15,7 +15,8 @@ from eagle3_jax.models.checkpoint.table import Entry, kernel, stacked
 from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import qwen3
 from eagle3_jax.models.layers import normal
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

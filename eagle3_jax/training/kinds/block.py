@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import RunConfig
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig, DFlash
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.block import BlockLossConfig, block_loss, draw_anchors, replay_blocks
 from eagle3_jax.training.kinds.kind import Kind, Sums

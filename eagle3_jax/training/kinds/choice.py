@@ -6,7 +6,7 @@ import pkgutil
 
 from eagle3_jax.config import RunConfig
 from eagle3_jax.config.kinds import KINDS
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.training.kinds.kind import Kind
 
 

@@ -18,7 +18,7 @@ from eagle3_jax.formats import kinds
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.shapes import shapes_of
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.losses import loss_divisors
 

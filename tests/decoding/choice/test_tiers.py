@@ -197,7 +197,7 @@ def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
 def test_a_server_of_eight_places_has_at_most_24_programs():
     """Those that read prompts, one of notes, one that wakes the head; rounds of each tier in each width."""
     sizes = Sizes.plan(8, 2048, 128, tiers.WITH_HEAD)
-    assert len(sizes.chunks) + 2 + len(sizes.widths) * len(tiers.WITH_HEAD) <= 24
+    assert len(sizes.prefill_shapes) + 2 + len(sizes.widths) * len(tiers.WITH_HEAD) <= 24
     for batch, widths in ((1, [1]), (4, [1, 4]), (8, [1, 4, 8]), (48, [1, 4, 8, 16, 32, 48])):
         assert Sizes.plan(batch, 64, 16, [tiers.VANILLA]).widths == widths
 

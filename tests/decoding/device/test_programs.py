@@ -63,7 +63,7 @@ def test_padding_of_any_program_stays_in_the_page_table(toy):
     tiers, models = [VANILLA, CHAIN], Models.of(toy.target, None)
     for max_length, page_size in itertools.product((1, 64, 100, 200, 2000), (16, 128, 256)):
         sizes = Sizes.plan(2, max_length, page_size, tiers)
-        assert sizes.columns * page_size >= max_length + max(length for _, length in sizes.chunks)
+        assert sizes.columns * page_size >= max_length + max(length for _, length in sizes.prefill_shapes)
         table = jax.eval_shape(lambda m, s=sizes: empty_state(m, s, tiers, None).page_table, models)
         assert table.shape == (2, -(-(max_length + scratch_tokens(CHAIN.tree)) // page_size))
         assert programs.beyond(jnp.zeros(table.shape, jnp.int32), page_size).shape[1] * page_size >= max_length + ROOM

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import ALONE, PACKED, Sizes
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TokenLogprobs, put_logprobs
 from eagle3_jax.decoding.tier import RoundPlan, Tier
@@ -32,7 +32,7 @@ from eagle3_jax.models.families import family_of, read_shape
 from eagle3_jax.models.families.llama import LlamaConfig
 from eagle3_jax.models.inference_layout import tpu_formats
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 
 pytest.importorskip("libtpu")
 
@@ -132,7 +132,7 @@ def shapes(
         target, draft = make_target(), Draft(make_head(), jnp.arange(32000))
         draft = None if tree in (VANILLA, LOOKUP) else draft
         state = empty_state(Models.of(target, draft), SIZES, tiers_of(tree), None)
-        chunk = jax.tree.map(jnp.asarray, Chunk.of((), *stretches, SIZES))
+        chunk = jax.tree.map(jnp.asarray, PromptChunk.of((), *stretches, SIZES))
         leaves, structures[:] = zip(*map(jax.tree.flatten, (target, draft, state, chunk)), strict=True)
         named = jax.tree_util.tree_leaves_with_path((target, draft, state, chunk))
         names[:] = [parameter_path(path) for path, _ in named]

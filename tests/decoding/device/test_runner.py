@@ -13,9 +13,9 @@ from flax import nnx
 from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding.choice.tiers import WITH_HEAD
 from eagle3_jax.decoding.device import calls, runner
-from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.memory import empty_state, tokens_that_fit
 from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -108,7 +108,7 @@ def test_a_dispatch_sends_one_array(toy, monkeypatch):
     target, tiers = jax.device_put(toy.target, replicated(mesh)), [VANILLA, *WITH_HEAD]
     runs = runner.ModelRunner(target, toy.good, tiers, Sizes.plan(5, 64, PAGE_SIZE, tiers), None)
     monkeypatch.setattr(runner, "put", lambda value, sharding: sent.append(value.dtype) or put(value, sharding))
-    chunk, sizes = Chunk.of((), 4, 16, runs.sizes), runs.sizes
+    chunk, sizes = PromptChunk.of((), 4, 16, runs.sizes), runs.sizes
     every = [
         calls.prefill(sizes, rows=4, length=16),
         calls.decode(sizes, width=5, tier=VANILLA),

@@ -8,7 +8,7 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig
 
 
 def deepseek() -> ModelConfig:

@@ -16,7 +16,8 @@ from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model
 from eagle3_jax.models.families.llama import Block, Llama, LlamaConfig
 from eagle3_jax.models.layers import RopeScaling
-from eagle3_jax.models.target import TargetModel, check_aux_layers
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import check_aux_layers
 
 TINY = llama_config(
     vocab_size=97, hidden_size=32, head_dim=8, num_hidden_layers=4, tie_word_embeddings=False, aux_layers=(0, 2, 4)

@@ -37,7 +37,8 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.shapes import shapes_of
-from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs import processes, timing
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.kinds.eagle3 import Eagle3

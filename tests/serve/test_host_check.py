@@ -5,7 +5,7 @@ import tiny
 
 from eagle3_jax.config import RunConfig, ServeConfig, TargetConfig
 from eagle3_jax.runs import machine, processes
-from eagle3_jax.serve import alike
+from eagle3_jax.serve import host_check
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 
 
 def check_as(folder, monkeypatch, host: str, said: list, **settings) -> None:
-    """`alike.check` as on a host, which hears what was `said` before and what it says itself."""
+    """`host_check.check` as on a host, which hears what was `said` before and what it says itself."""
 
     def gather(value):
         said.append([host, value[1]])
@@ -26,7 +26,9 @@ def check_as(folder, monkeypatch, host: str, said: list, **settings) -> None:
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "gather", gather)
     monkeypatch.chdir(folder / host)
-    alike.check(RunConfig(run_dir="x", target=TargetConfig(name="target"), serve=ServeConfig(draft="none", **settings)))
+    host_check.check(
+        RunConfig(run_dir="x", target=TargetConfig(name="target"), serve=ServeConfig(draft="none", **settings))
+    )
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from starlette.routing import Route
 
 from eagle3_jax.config import ServeConfig
 from eagle3_jax.serve import __main__ as serve
-from eagle3_jax.serve import opening as opening_module
-from eagle3_jax.serve.opening import Opening, Server, address
+from eagle3_jax.serve import startup as startup_module
+from eagle3_jax.serve.listen import address
+from eagle3_jax.serve.startup import Server, Startup
 
 
 def application(*routes: Route, lifespan: Any = None) -> Starlette:
@@ -35,13 +36,13 @@ def test_a_server_that_starts_says_so_until_its_application_answers():
         lived.append("ended")
 
     def make():
-        opening.stage = "compile: 3 of 9 programs"
+        startup.stage = "compile: 3 of 9 programs"
         assert go.wait(30)
         return application(Route("/health", lambda _: PlainTextResponse("fine")), lifespan=life)
 
-    opening, settings = Opening(make, answers.set), ServeConfig(port=0)
+    startup, settings = Startup(make, answers.set), ServeConfig(port=0)
     with serve.bind(settings) as place:
-        server = Server(opening, settings)
+        server = Server(startup, settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
         thread.start()
         while not server.started:
@@ -65,15 +66,15 @@ def test_a_start_that_fails_ends_the_server():
     def make():
         raise ValueError("draft: of another target")
 
-    opening, settings = Opening(make, lambda: None), ServeConfig(port=0)
+    startup, settings = Startup(make, lambda: None), ServeConfig(port=0)
     with serve.bind(settings) as place:
-        Server(opening, settings).run(sockets=[place])
-    assert isinstance(opening.failure, ValueError) and opening.app is None
+        Server(startup, settings).run(sockets=[place])
+    assert isinstance(startup.failure, ValueError) and startup.app is None
 
 
 def test_who_is_slow_when_the_server_ends_is_told_so(monkeypatch):
     """One never sent its body, another has half of an answer; uvicorn logs nothing as a failure of the application."""
-    monkeypatch.setattr(opening_module, "LAST", 0.2)
+    monkeypatch.setattr(startup_module, "LAST", 0.2)
     answers, failures = threading.Event(), []
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda text, *_, **more: failures.append(more))
 
@@ -90,9 +91,9 @@ def test_who_is_slow_when_the_server_ends_is_told_so(monkeypatch):
     def make():
         return application(Route("/waits", waits, methods=["POST"]), Route("/half", half))
 
-    opening, settings = Opening(make, answers.set), ServeConfig(port=0, drain_timeout=0)
+    startup, settings = Startup(make, answers.set), ServeConfig(port=0, drain_timeout=0)
     with serve.bind(settings) as place:
-        server = Server(opening, settings)
+        server = Server(startup, settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
         thread.start()
         assert answers.wait(30)

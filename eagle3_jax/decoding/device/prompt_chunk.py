@@ -16,7 +16,7 @@ from eagle3_jax.decoding.rounds.state import TRASH, RequestRows
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class PromptChunk:
     """A stretch of a prompt in each of r rows, and the settings of its request.
 
     A row may continue the one before it with the next stretch of the same prompt.
@@ -49,7 +49,7 @@ class Chunk:
         start: int,
         pages: Sequence[int],
         request: RequestRows,
-    ) -> Chunk:
+    ) -> PromptChunk:
         """Makes one row, on the host: `length` tokens of a prompt from `start` on, fewer at its end."""
         part = prompt[start : start + length + 1]
         return cls(
@@ -63,7 +63,7 @@ class Chunk:
         )
 
     @classmethod
-    def of(cls, stretches: Sequence[Chunk], rows: int, length: int, sizes: Sizes) -> Chunk:
+    def of(cls, stretches: Sequence[PromptChunk], rows: int, length: int, sizes: Sizes) -> PromptChunk:
         """Joins stretches of up to `length` tokens, and fills up with rows of no request."""
         nobody = RequestRows.nobody()
         blank = cls.stretch(sizes, length, slot=sizes.batch, prompt=(), start=0, pages=(), request=nobody)

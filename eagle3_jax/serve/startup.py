@@ -27,7 +27,7 @@ LAST = 5  # seconds after `drain_timeout` for the device's last dispatch, and fo
 _RETRY = 5.0  # seconds between a client's polls during the start
 
 
-class Opening:
+class Startup:
     """An ASGI application that stands in for another one until that is made.
 
     Attributes:
@@ -70,10 +70,10 @@ class Opening:
         """Runs the lifespan of both applications."""
         await receive()
         async with contextlib.AsyncExitStack() as stack:
-            opening = asyncio.create_task(self._open(stack))
+            task = asyncio.create_task(self._open(stack))
             await send({"type": "lifespan.startup.complete"})
             await receive()
-            opening.cancel()
+            task.cancel()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
@@ -101,9 +101,9 @@ class Opening:
 class Server(uvicorn.Server):
     """A server that stops when its start fails or the verb is asked to stop; `command.run` handles signals."""
 
-    def __init__(self, opening: Opening, settings: ServeConfig) -> None:
-        super().__init__(http_settings(opening, settings))
-        self._opening, self._drain = opening, settings.drain_timeout
+    def __init__(self, startup: Startup, settings: ServeConfig) -> None:
+        super().__init__(http_settings(startup, settings))
+        self._startup, self._drain = startup, settings.drain_timeout
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -111,11 +111,11 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         ends = await super().on_tick(counter)
-        return ends or command.stop_asked() or self._opening.failure is not None
+        return ends or command.stop_asked() or self._startup.failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for the answers for `drain_timeout`, then ends them, so that each client gets an end."""
-        app = self._opening.app
+        app = self._startup.app
         if app is None:
             return await super().shutdown(sockets)
         waits = ""
@@ -142,9 +142,3 @@ def http_settings(app: ASGIApp, settings: ServeConfig) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=settings.drain_timeout + LAST,
     )
-
-
-def address(place: socket.socket) -> str:
-    """Formats a listening socket's URL."""
-    host, port = place.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,164 @@
+"""The server's flags, those of SGLang and vLLM among them: a command line -> a run's configuration."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from eagle3_jax.config import ConfigError, RunConfig, run_file
+from eagle3_jax.config.kinds import in_target
+from eagle3_jax.formats import kinds
+from eagle3_jax.formats.packaged import AUTO, LOOKUP
+from eagle3_jax.models.drafts.one_pass import OnePassHead
+from eagle3_jax.runs.command_line import Parser
+
+_ADAPT = "serve.adapt"
+
+# Flag -> field. Flags have the names of SGLang and of vLLM, where these have one.
+_FLAGS = {
+    "--target": "target.name",
+    "--model": "target.name",
+    "--model-path": "target.name",
+    "--dtype": "target.dtype",
+    "--quantization": "target.weights",
+    "--served-model-name": "serve.model_name",
+    "--tp-size": "mesh.model",
+    "--tensor-parallel-size": "mesh.model",
+    "--dp-size": "mesh.data",
+    "--data-parallel-size": "mesh.data",
+    "--draft": "serve.draft",
+    "--speculative-draft-model-path": "serve.draft",
+    "--speculative-draft-model-quantization": "serve.draft_weights",
+    "--generation-config": "serve.generation_config",
+    "--host": "serve.host",
+    "--port": "serve.port",
+    "--mem-fraction": "serve.memory_fraction",
+    "--mem-fraction-static": "serve.memory_fraction",
+    "--gpu-memory-utilization": "serve.memory_fraction",
+    "--max-running-requests": "serve.batch_size",
+    "--max-num-seqs": "serve.batch_size",
+    "--max-model-len": "serve.max_length",
+    "--context-length": "serve.max_length",
+    "--speculative-num-steps": "serve.tree.num_steps",
+    "--speculative-eagle-topk": "serve.tree.topk",
+    "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
+    "--speculative-token-map": "serve.token_map",
+}
+# Flags that `--help` explains, beside the fields.
+_SHOWN = {
+    "--target": "a model's name, hub id or folder",
+    "--draft": "a head's folder or name, a smaller model, lookup, mtp, or none",
+    "--quantization": "int8, fp8, int4 or stored",
+    "--generation-config": "auto, vllm, or a folder",
+    "--host": "address to listen on",
+    "--port": "its port",
+}
+# SGLang's algorithm -> the draft where none is named; None keeps the configured one. The checkpoint of a named draft
+# tells its kind: a head of EAGLE-2, EAGLE-3, DFlash, DFlash2 or DSpark, or a model.
+_ALGORITHM = "--speculative-algorithm"
+_STANDALONE = kinds.named("model").algorithm
+_ALGORITHMS = {kind.algorithm: kind.name if in_target(kind.name) else None for kind in kinds.every()}
+_ALGORITHMS |= {"EAGLE": _ALGORITHMS["NEXTN"], "NGRAM": LOOKUP}
+# Sized by one flag, the block with its anchor.
+_BLOCKS = tuple(dict.fromkeys(kind.algorithm for kind in kinds.every() if issubclass(kind.network, OnePassHead)))
+_WITHOUT_CHECKPOINT = ("NEXTN", "NGRAM")
+# Flags of other servers -> the option that replaces them here.
+_ELSEWHERE = {
+    "--api-key": "--serve.api-key-variable, the name of an environment variable, or --serve.api-key-file",
+    "--log-level": "--serve.access-log",
+    "--allowed-origins": "--serve.allowed-origins",
+}
+
+
+def configure(argv: Sequence[str] | None = None) -> RunConfig:
+    """Reads the command line: a run's YAML or a target's name, SGLang's flags, dotted overrides.
+
+    Exits with status 2 and a sentence when they are refused.
+    """
+    said = (
+        "A server of OpenAI's API over the engine, such as --target smollm2-135m-instruct --port 8000. Other servers'"
+    )
+    said += f" names of the fields below work too: {', '.join(flag for flag in _FLAGS if flag not in _SHOWN)}."
+    parser = Parser("serve", said, ("target", "mesh", "serve"))
+    parser.add_argument("--config", help="YAML run file, see configs/; or name a --target")
+    for flag, field in _FLAGS.items():
+        text = f"{_SHOWN[flag]} ({field})" if flag in _SHOWN else argparse.SUPPRESS
+        parser.add_argument(flag, dest=field, metavar="VALUE", help=text)
+    parser.add_argument("--adapt", dest=_ADAPT, action="store_const", const={}, help="the head learns while it serves")
+    parser.add_argument(_ALGORITHM, dest=_ALGORITHM, metavar="NAME", help=f"SGLang's: {', '.join(_ALGORITHMS)}")
+    arguments, rest = parser.parse_known_args(argv)
+    given = {field: value for field, value in vars(arguments).items() if value is not None}
+    try:
+        return _with_flags(given.pop("config", None), rest, given, parser.names)
+    except ConfigError as error:
+        print(f"eagle3_jax.serve: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, Any], names: Collection[str]) -> RunConfig:
+    """Reads the configuration and applies the flags. Raises ConfigError.
+
+    Args:
+        names: those of the flags, for hints.
+    """
+    if overrides and not overrides[0].startswith("-"):
+        raise ConfigError(f"got {overrides[0]!r} without a flag, expected --target {overrides[0]}")
+    for word in overrides:
+        if there := _ELSEWHERE.get(word.partition("=")[0]):
+            raise ConfigError(f"{word.partition('=')[0]}: no flag of this server, expected {there}")
+    if path is not None:
+        config = run_file.load(path, overrides, names)
+    elif "target.name" not in given:
+        raise ConfigError("--config, --target: got neither, expected one of them")
+    else:
+        alone = {"run_dir": ".", "serve": {"draft": AUTO}}
+        config = run_file.with_overrides(alone, overrides, names)
+    values = run_file.to_dict(config)
+    adapt = given.pop(_ADAPT, None)
+    if values["serve"]["adapt"] is None:
+        values["serve"]["adapt"] = adapt
+    algorithm = given.pop(_ALGORITHM, None)
+    if algorithm is not None:
+        values["serve"]["draft"] = _drafts_by(algorithm, given.pop("serve.draft", config.serve.draft))
+    tree = {field: given.pop(field) for field in list(given) if field.startswith("serve.tree.")}
+    if tree:
+        steps, tokens = tree.get("serve.tree.num_steps", ""), tree.get("serve.tree.num_draft_tokens", "")
+        if len(tree) == 1 and algorithm in _BLOCKS and tokens.isdigit():
+            steps = str(int(tokens) - 1)
+        if len(tree) == 1 and steps.isdigit():
+            chain = {"num_steps": steps, "topk": "1", "num_draft_tokens": str(int(steps) + 1)}
+            tree = {f"serve.tree.{name}": value for name, value in chain.items()}
+        elif len(tree) < 3:
+            raise ConfigError(
+                f"--speculative-*: got {len(tree)} of num-steps, eagle-topk and num-draft-tokens, expected all three, "
+                f"or num-steps alone for a chain, or num-draft-tokens alone for {' and '.join(_BLOCKS)}"
+            )
+        values["serve"]["trees"] = [{field.rpartition(".")[2]: value for field, value in tree.items()}]
+    for field, value in given.items():
+        section, name = field.split(".")
+        values[section][name] = value
+    return run_file.from_dict(values)
+
+
+def _drafts_by(algorithm: str, draft: str | None) -> str | None:
+    """Returns `serve.draft` under one of SGLang's algorithms. Raises ConfigError.
+
+    Args:
+        draft: the configured one.
+    """
+    if algorithm not in _ALGORITHMS:
+        raise ConfigError(f"{_ALGORITHM}: got {algorithm}, expected one of {', '.join(_ALGORITHMS)}")
+    own = _ALGORITHMS[algorithm]
+    if draft in (None, AUTO):
+        if algorithm == _STANDALONE:
+            raise ConfigError(
+                f"{_ALGORITHM} {algorithm}: got no --speculative-draft-model-path, expected a smaller model"
+            )
+        return own or draft
+    takes_checkpoint = algorithm not in _WITHOUT_CHECKPOINT
+    if draft != own and not (takes_checkpoint and draft not in (LOOKUP, "none") and not in_target(draft)):
+        expected = "the folder or name of a checkpoint" if takes_checkpoint else f"none: it drafts with {own!r}"
+        raise ConfigError(f"{_ALGORITHM} {algorithm}: got the draft {draft}, expected {expected}")
+    return draft
