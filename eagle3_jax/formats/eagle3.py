@@ -15,7 +15,7 @@ from eagle3_jax.formats.compatibility import FAILS, SILENT, UNKNOWN, Engines
 from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS, SPECULATORS, form_of
 from eagle3_jax.formats.kind import StoredHead
 from eagle3_jax.formats.stored import StoredKind
-from eagle3_jax.formats.tensors import LAYER, LM_HEAD, Tensors, draft_table
+from eagle3_jax.formats.tensors import LAYER, LM_HEAD, Tensors, canonical, draft_table
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.families.vision import TEXT_OF
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
@@ -187,6 +187,7 @@ EAGLE3 = StoredKind(
     table=draft_table,
     values=lambda head, form: FORMS[form].write(head),
     engines=Engines(ENGINES, SINCE, READERS, used, by_target=BY_TARGET),
+    canonical=canonical,
     spelled=lambda name, form: name.replace(LAYER, FORMS[form].layer),
     on_disk=_on_disk,
     shares_lm_head=False,

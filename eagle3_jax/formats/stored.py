@@ -18,7 +18,7 @@ from eagle3_jax.formats.compatibility import Engines
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS
 from eagle3_jax.formats.kind import AnyTarget, DraftKind, Path, StoredHead
-from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, canonical, head_problems
+from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, head_problems
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import fetch, parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
@@ -56,7 +56,7 @@ class StoredKind(DraftKind):
     table: Callable[[Any], dict[str, Entry]]
     values: Callable[[StoredHead, str], dict[str, Any]]
     engines: Engines
-    canonical: Callable[[str], str] = canonical
+    canonical: Callable[[str], str] = str
     spelled: Callable[[str, str], str] = _same
     on_disk: Callable[[Any, ModelConfig], Any] = _same
     contradictions: Callable[[Any], list[str]] = lambda config: []

@@ -17,8 +17,8 @@ from flax import nnx
 from eagle3_jax.config import ConfigError, DraftConfig, RunConfig, run_file
 from eagle3_jax.data import vocab
 from eagle3_jax.export import __main__ as export
-from eagle3_jax.formats import heads
 from eagle3_jax.formats.heads import load_draft
+from eagle3_jax.formats.stored import StoredKind
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
@@ -146,13 +146,13 @@ def test_another_vocabulary_is_not_mixed_in(config: RunConfig, target: Target) -
 def test_what_does_not_read_back_the_same_never_appears(
     config: RunConfig, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = heads.read
+    whole = StoredKind.read
 
-    def read_another(folder: pathlib.Path):
-        head = whole(folder)
+    def read_another(self: StoredKind, folder: pathlib.Path):
+        head = whole(self, folder)
         return dataclasses.replace(head, token_ids=head.token_ids + 1)
 
-    monkeypatch.setattr(heads, "read", read_another)
+    monkeypatch.setattr(StoredKind, "read", read_another)
     with pytest.raises(ValueError, match="does not read back the same"):
         export.run(config, target)
     assert {path.name for path in config.folder("export").parent.glob("*export*")} == {".export.lock"}

@@ -276,7 +276,7 @@ def test_a_head_narrower_than_its_target_keeps_its_embeddings(tmp_path: pathlib.
     """It goes from form to form, but the decoder here feeds the target's embeddings."""
     head = EAGLE3.stored(make_draft(target_hidden_size=24), TARGET, "float32", None)
     embeddings = np.arange(50 * 16, dtype=np.float32).reshape(50, 16)
-    own = dataclasses.replace(head, tensors=head.tensors | {EMBEDDINGS: embeddings})
+    own = dataclasses.replace(head, tensors=head.tensors | {EMBEDDINGS: embeddings}, problems=())
     EAGLE3.write(tmp_path / "a", own, "sglang")
     EAGLE3.write(tmp_path / "b", heads.read(tmp_path / "a"), "speculators")
     np.testing.assert_array_equal(heads.read(tmp_path / "b").tensors[EMBEDDINGS], embeddings)

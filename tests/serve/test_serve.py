@@ -146,7 +146,7 @@ def test_a_target_s_name_takes_every_field_of_a_config():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--target", "a", "--speculative-algorithm", "MEDUSA"], "got MEDUSA, expected one of EAGLE3, EAGLE"),
+        (["--target", "a", "--speculative-algorithm", "MEDUSA"], "got MEDUSA, expected one of EAGLE3, NEXTN"),
         (
             ["--target", "a", "--speculative-algorithm", "STANDALONE"],
             "STANDALONE: got no --speculative-draft-model-path, expected a smaller model",
