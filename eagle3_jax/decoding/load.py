@@ -52,7 +52,7 @@ def load_models(
         config = config if weights is None else dataclasses.replace(config, weights=weights)
         loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
     of_target = loaded.model.embed[...].dtype
-    if in_folder and isinstance(draft, str | pathlib.Path):
+    if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and in_folder):
         head = load_draft(draft, target=loaded, dtype=of_target, token_map=token_map)
     elif isinstance(draft, str) and in_target(draft):
         head = kinds.named(draft).load(None, loaded, of_target)

@@ -14,7 +14,7 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.tensors import LM_HEAD, Tensors
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.drafts.head import Draft, Head
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target_config import ModelConfig
 
 Path = str | pathlib.Path
@@ -40,7 +40,7 @@ class DraftKind:
 
     name: str
     label: str
-    network: type[Head]
+    network: type[Any]
     method: str
     algorithm: str
     is_mine: Callable[[pathlib.Path, dict[str, Any]], bool]

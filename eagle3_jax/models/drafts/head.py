@@ -16,7 +16,6 @@ from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_
 from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
 from eagle3_jax.models.drafts.levels import Recurrent, Rows
 from eagle3_jax.models.layers import embeddings
-from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 
 # Sizes of drafts of which the engine takes the fastest. Until it knows, it takes a chain of 3.
@@ -42,15 +41,13 @@ class Head(nnx.Module):
         vocabulary_rows: names of the parameters that have a row for each draft token.
         gathered: names of the parameters of which a round reads single rows.
         read_once: names of the parameters that the last of a round's `passes` reads, and no other.
-        drafts: most tokens of a chain; None: as many as asked for.
         model: the smaller model that drafts; None: the head is a layer over the target's states.
     """
 
     vocabulary_rows: ClassVar[tuple[str, ...]] = ("lm_head",)
     gathered: ClassVar[tuple[str, ...]] = ("lm_head",)
     read_once: ClassVar[tuple[str, ...]] = ()
-    drafts: int | None = None
-    model: TargetModel | None = None
+    model: Any = None
     config: Any
     fc: nnx.Param
     lm_head: nnx.Param
@@ -125,6 +122,11 @@ class Head(nnx.Module):
     def passes(self, tree: DraftTree) -> list[int]:
         """Lists the nodes of a sequence in each pass of a round; the last one reads the committed tokens."""
         return [tree.topk] * (tree.num_steps - 1) + [tree.depth + 1]
+
+    @property
+    def drafts(self) -> int | None:
+        """Most tokens of a chain; None: as many as asked for."""
+        return None
 
     @property
     def most_children(self) -> int:

@@ -25,6 +25,7 @@ class DraftModel(Head):
     """A model of any family of targets as the draft; its state is the last hidden state after the final norm."""
 
     config: ShapeOfModel
+    model: TargetModel
 
     def __init__(self, model: TargetModel) -> None:
         self.model = model.observed_at(())
