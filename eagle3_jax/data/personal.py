@@ -18,6 +18,10 @@ from typing import Any
 # Presidio's scores range from 0 to 1; patterns below this score have too many false positives.
 _MIN_SCORE = 0.4
 _CREDENTIALS = r"(?<=\w://)[^\s/?#:@\"'<>]*:[^\s/?#\"'<>]+(?=@)"
+# Presidio's recognisers of accounts, and of national ids with letters, separators or strong checksums; plain ones of
+# nine digits are left out.
+_NUMBERS = ("Iban", "CreditCard", "UsSsn", "UsItin", "UkNino", "EsNif", "EsNie", "ItFiscalCode")
+_NUMBERS += ("FiPersonalIdentityCode", "PlPesel", "InAadhaar", "KrRrn", "SgFin")
 _SEVEN_DIGITS = re.compile(r"(?:\d[\s().\-/]{0,3}){7}")
 _DIGIT_OR_COLON = re.compile(r"\d|::")
 _ANNOUNCED = re.compile(
@@ -112,23 +116,7 @@ def _recognisers() -> dict[str, list[Any]]:
     )
     return {
         "at": [credentials, Email()],
-        "digit": [
-            Ip(),
-            predefined.IbanRecognizer(),
-            predefined.CreditCardRecognizer(),
-            # National ids with letters, separators or strong checksums; plain nine-digit ones are left out.
-            predefined.UsSsnRecognizer(),
-            predefined.UsItinRecognizer(),
-            predefined.UkNinoRecognizer(),
-            predefined.EsNifRecognizer(),
-            predefined.EsNieRecognizer(),
-            predefined.ItFiscalCodeRecognizer(),
-            predefined.FiPersonalIdentityCodeRecognizer(),
-            predefined.PlPeselRecognizer(),
-            predefined.InAadhaarRecognizer(),
-            predefined.KrRrnRecognizer(),
-            predefined.SgFinRecognizer(),
-        ],
+        "digit": [Ip(), *(getattr(predefined, f"{name}Recognizer")() for name in _NUMBERS)],
         "phone": [Phone(announced_only=False), Phone(announced_only=True)],
     }
 

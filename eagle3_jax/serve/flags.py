@@ -16,36 +16,28 @@ from eagle3_jax.runs.command_line import Parser
 
 _ADAPT = "serve.adapt"
 
-# Flag -> field. Flags have the names of SGLang and of vLLM, where these have one.
-_FLAGS = {
-    "--target": "target.name",
-    "--model": "target.name",
-    "--model-path": "target.name",
-    "--dtype": "target.dtype",
-    "--quantization": "target.weights",
-    "--served-model-name": "serve.model_name",
-    "--tp-size": "mesh.model",
-    "--tensor-parallel-size": "mesh.model",
-    "--dp-size": "mesh.data",
-    "--data-parallel-size": "mesh.data",
-    "--draft": "serve.draft",
-    "--speculative-draft-model-path": "serve.draft",
-    "--speculative-draft-model-quantization": "serve.draft_weights",
-    "--generation-config": "serve.generation_config",
-    "--host": "serve.host",
-    "--port": "serve.port",
-    "--mem-fraction": "serve.memory_fraction",
-    "--mem-fraction-static": "serve.memory_fraction",
-    "--gpu-memory-utilization": "serve.memory_fraction",
-    "--max-running-requests": "serve.batch_size",
-    "--max-num-seqs": "serve.batch_size",
-    "--max-model-len": "serve.max_length",
-    "--context-length": "serve.max_length",
-    "--speculative-num-steps": "serve.tree.num_steps",
-    "--speculative-eagle-topk": "serve.tree.topk",
-    "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
-    "--speculative-token-map": "serve.token_map",
+# Field -> its flags, which have the names of SGLang and of vLLM where these have one.
+_FIELDS = {
+    "target.name": "--target --model --model-path",
+    "target.dtype": "--dtype",
+    "target.weights": "--quantization",
+    "mesh.model": "--tp-size --tensor-parallel-size",
+    "mesh.data": "--dp-size --data-parallel-size",
+    "serve.model_name": "--served-model-name",
+    "serve.draft": "--draft --speculative-draft-model-path",
+    "serve.draft_weights": "--speculative-draft-model-quantization",
+    "serve.generation_config": "--generation-config",
+    "serve.host": "--host",
+    "serve.port": "--port",
+    "serve.memory_fraction": "--mem-fraction --mem-fraction-static --gpu-memory-utilization",
+    "serve.batch_size": "--max-running-requests --max-num-seqs",
+    "serve.max_length": "--max-model-len --context-length",
+    "serve.tree.num_steps": "--speculative-num-steps",
+    "serve.tree.topk": "--speculative-eagle-topk",
+    "serve.tree.num_draft_tokens": "--speculative-num-draft-tokens",
+    "serve.token_map": "--speculative-token-map",
 }
+_FLAGS = {flag: field for field, flags in _FIELDS.items() for flag in flags.split()}
 # Flags that `--help` explains, beside the fields.
 _SHOWN = {
     "--target": "a model's name, hub id or folder",
