@@ -16,6 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +25,12 @@ from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.device import calls, shapes
 from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.report import first_progress, progress
-from eagle3_jax.decoding.device.runner import Readable, Runner
+from eagle3_jax.decoding.device.runner import Runner
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.params import MAX_LOGPROBS
 from eagle3_jax.decoding.request import FinishReason, Output, QueueFullError, Request, said
 from eagle3_jax.decoding.rounds.state import RequestRows
-from eagle3_jax.decoding.tier import Tier, copies, depth_of, nodes_of, scratch_of
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.models.target import TargetModel
 
 _log = logging.getLogger(__name__)
@@ -111,8 +112,9 @@ class Scheduler:
         self._pool = PagePool(sizes.pages, sizes.page_size, reuse=prefix_cache)
         self._stats = EngineStats(pages=sizes.pages)
         self._best = min(MAX_LOGPROBS, runner.target.config.vocab_size)
-        self._steps, self._nodes = depth_of(choice.tiers), nodes_of(choice.tiers)
-        self._scratch, self._copies = scratch_of(choice.tiers), copies(choice.tiers)
+        tiers = choice.tiers
+        self._steps, self._nodes = max(tier.depth for tier in tiers), max(tier.nodes for tier in tiers)
+        self._scratch, self._copies = max(tier.scratch for tier in tiers), any(tier.copies for tier in tiers)
         self._waiting: collections.deque[Request] = collections.deque()
         self._slots: list[Request | None] = [None] * sizes.batch
         # Whether a waiting request was aborted, and the first deadline: `sweep` scans the queue for these alone.
@@ -120,8 +122,8 @@ class Scheduler:
         self._target: TargetModel | None = None  # the next turn's, see `replace_target`
         self._failure: Exception | None = None  # see `fail`
         self._cancelled: set[int] = set()  # slots whose request ended on the host while the device still runs it
-        # Reports of dispatches that are not read yet; the request of each row; the tier, None of prompts.
-        self._reports: collections.deque[tuple[Readable, dict[int, Request], Tier | None]] = collections.deque()
+        # Unread reports, which numpy waits for; the request of each row; the tier, None of prompts.
+        self._reports: collections.deque[tuple[Any, dict[int, Request], Tier | None]] = collections.deque()
 
     # For any thread.
 
@@ -406,7 +408,7 @@ class Scheduler:
         report = self._runner.run(calls.prefill(sizes, stretches, rows=count, length=length))
         self._reports.append((report, ended, None))
 
-    def _deliver(self, report: Readable, requests: dict[int, Request], tier: Tier | None) -> None:
+    def _deliver(self, report: Any, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its dispatch) and gives each request its tokens."""
         rows, seen, drafted = np.asarray(report), [], 0
         self.delivered = time.monotonic()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -59,9 +58,31 @@ class Tier:
         return f"{name} and lookup {copied}" if copied else name
 
     @property
+    def depth(self) -> int:
+        """Most drafts that one round accepts."""
+        return 0 if self.tree is None else self.tree.depth
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a round's tree, the root included."""
+        return 1 if self.tree is None else self.tree.num_draft_tokens
+
+    @property
+    def scratch(self) -> int:
+        """Cache entries that a round writes behind the committed tokens; a draft model's lie one further."""
+        if self.tree is None:
+            return 1
+        return max(self.tree.num_draft_tokens, self.tree.depth + 2, 1 + (self.tree.num_steps - 1) * self.tree.topk)
+
+    @property
+    def copies(self) -> bool:
+        """True if it copies drafts from the text."""
+        return self.tree is not None and self.tree.lookup_tokens > 0
+
+    @property
     def branches(self) -> bool:
         """True if a node of its tree may have several children."""
-        return self.tree is not None and self.head and (self.tree.topk > 1 or self.tree.lookup_tokens > 0)
+        return self.head and (self.topk > 1 or self.copies)
 
     @property
     def copies_alone(self) -> bool:
@@ -101,35 +122,3 @@ class RoundPlan:
 
     tier: Tier = dataclasses.field(metadata={"static": True})
     greedy: Any  # bool | Bool[Array, ""], or the leaf of another tree of this structure
-
-
-def steps_of(tree: DraftTree | None) -> int:
-    """Returns the most drafts that one round can accept."""
-    return 0 if tree is None else tree.depth
-
-
-def scratch_tokens(tree: DraftTree | None) -> int:
-    """Returns the cache entries that a round writes after the committed tokens; a draft model's lie one further."""
-    if tree is None:
-        return 1
-    return max(tree.num_draft_tokens, 1 + tree.depth + 1, 1 + (tree.num_steps - 1) * tree.topk)
-
-
-def depth_of(tiers: Sequence[Tier]) -> int:
-    """Returns the most drafts that one round of any tier accepts."""
-    return max(0 if tier.tree is None else tier.tree.depth for tier in tiers)
-
-
-def nodes_of(tiers: Sequence[Tier]) -> int:
-    """Returns the most nodes of a round's tree in any tier, the root included."""
-    return max(1 if tier.tree is None else tier.tree.num_draft_tokens for tier in tiers)
-
-
-def scratch_of(tiers: Sequence[Tier]) -> int:
-    """Returns the most cache entries that a round of any tier writes behind the committed tokens."""
-    return max(scratch_tokens(tier.tree) for tier in tiers)
-
-
-def copies(tiers: Sequence[Tier]) -> bool:
-    """Tells whether any tier copies drafts from the text."""
-    return any(tier.tree is not None and tier.tree.lookup_tokens > 0 for tier in tiers)

@@ -15,7 +15,6 @@ from eagle3_jax.decoding.rounds.generate import cache_length_needed, generate, p
 from eagle3_jax.decoding.rounds.round import advance
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import State
-from eagle3_jax.decoding.tier import scratch_tokens
 from eagle3_jax.models import cache as cache_lib
 from eagle3_jax.models.drafts.head import Draft
 
@@ -84,7 +83,7 @@ def vanilla(toy) -> np.ndarray:
 
 def needed(tree: DraftTree | None) -> int:
     """A row that has ended lacks only its root, and takes part in the others' rounds."""
-    return PROMPTS.shape[1] + MAX_TOKENS - 1 + scratch_tokens(tree)
+    return PROMPTS.shape[1] + MAX_TOKENS - 1 + plan(tree).tier.scratch
 
 
 @pytest.mark.slow
@@ -94,7 +93,7 @@ def test_a_decode_to_the_last_slot_says_what_vanilla_says(toy, vanilla, name):
     assert cache_length_needed(PROMPTS.shape[1], MAX_TOKENS, tree) >= needed(tree)
     state, states = decode(toy, tree, needed(tree))
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
-    assert state.lengths.max() + scratch_tokens(tree) == needed(tree)
+    assert state.lengths.max() + plan(tree).tier.scratch == needed(tree)
     check_committed(states)
 
 
@@ -104,7 +103,7 @@ def test_without_scratch_tokens_committed_entries_would_be_lost(toy, name):
     """The test above can fail: caches too small by a round's writes do lose what is committed."""
     tree = TREES[name]
     with pytest.raises(AssertionError, match="not equal"):
-        check_committed(decode(toy, tree, needed(tree) - scratch_tokens(tree))[1])
+        check_committed(decode(toy, tree, needed(tree) - plan(tree).tier.scratch)[1])
 
 
 @pytest.mark.slow
@@ -118,7 +117,7 @@ def test_the_last_slot_is_a_draft_model_s(toy):
         old, new = (np.asarray(cache.keys[0]) for cache in (before.draft_cache, after.draft_cache))
         written = np.any(np.not_equal(old, new), axis=(1, 3))
         for row in np.flatnonzero(~np.asarray(before.done)):
-            assert np.flatnonzero(written[row])[-1] == before.lengths[row] + scratch_tokens(tree) - 1
+            assert np.flatnonzero(written[row])[-1] == before.lengths[row] + plan(tree).tier.scratch - 1
 
 
 @pytest.mark.slow
@@ -128,7 +127,7 @@ def test_a_round_writes_no_further_than_its_scratch(toy, name):
     tree = TREES[name]
     _, states = decode(toy, tree, 64)
     for before, after in itertools.pairwise(states):
-        end = np.asarray(before.lengths) + scratch_tokens(tree)
+        end = np.asarray(before.lengths) + plan(tree).tier.scratch
         behind = (np.arange(64) >= end[:, None])[:, None, :, None]
         old, new = ((state.cache, state.draft_cache) for state in (before, after))
         for x, y in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):

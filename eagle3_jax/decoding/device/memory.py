@@ -19,7 +19,7 @@ from eagle3_jax.decoding.rounds.sampling import TokenCounts
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TRASH, RequestRows, State, TokenLogprobs
 from eagle3_jax.decoding.rounds.tree import LastTree
 from eagle3_jax.decoding.rounds.unread import Unread
-from eagle3_jax.decoding.tier import Tier, copies, depth_of, nodes_of
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.mesh import constrain, mesh_of, mesh_set, shardings
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -29,7 +29,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
     """Makes a batch of free slots, and caches with one page for `TRASH`; it fits each of the tiers."""
     target, draft = models.modules()
     batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
-    steps, vocabulary = depth_of(tiers), target.config.vocab_size
+    steps, vocabulary = max(tier.depth for tier in tiers), target.config.vocab_size
     room = ROUNDS * (steps + 1)
     none = jnp.zeros(batch, jnp.int32)
     requests = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), RequestRows.nobody())
@@ -51,9 +51,9 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         page_table=jnp.full((batch, sizes.pages_per_sequence), TRASH, jnp.int32),
         draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
         draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
-        history=jnp.zeros((batch, sizes.cache_length + 1), jnp.int32) if copies(tiers) else None,
+        history=jnp.zeros((batch, sizes.cache_length + 1), jnp.int32) if any(tier.copies for tier in tiers) else None,
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
-        last_tree=LastTree.empty(batch, nodes_of(tiers)),
+        last_tree=LastTree.empty(batch, max(tier.nodes for tier in tiers)),
     )
     if draft is not None and not all(tier.head for tier in tiers):
         width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size

@@ -56,8 +56,8 @@ class Report:
         """Makes the columns of decode.
 
         Args:
-            steps: `depth_of` the engine's tiers.
-            nodes: `nodes_of` the engine's tiers.
+            steps: the greatest `depth` of the engine's tiers.
+            nodes: the greatest `nodes` of the engine's tiers.
             best: as in `of_prefill`.
         """
         room = ROUNDS * (steps + 1)
@@ -153,14 +153,14 @@ class Progress:
 
     token_ids: list[int]
     depths: list[int]
-    tree: np.ndarray | None
     done: bool
     failed: bool
-    rounds: int
-    drafted: int
-    unread: int
-    accepted: list[int]
     logprobs: list[tuple[float, float, list[tuple[int, float]]]]
+    tree: np.ndarray | None = None
+    rounds: int = 0
+    drafted: int = 0
+    unread: int = 0
+    accepted: list[int] = dataclasses.field(default_factory=list)
 
 
 def first_progress(row: np.ndarray, best: int | None) -> Progress:
@@ -171,13 +171,8 @@ def first_progress(row: np.ndarray, best: int | None) -> Progress:
     return Progress(
         token_ids=tokens,
         depths=[0] * len(tokens),
-        tree=None,
         done=bool(found["done"]),
         failed=failed,
-        rounds=0,
-        drafted=0,
-        unread=0,
-        accepted=[],
         logprobs=_logprobs_of(found, 1),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,6 @@ from eagle3_jax.runs.progress import told
 
 _SILENCE = contextlib.nullcontext()
 T = TypeVar("T")
-
-
-@runtime_checkable
-class Readable(Protocol):
-    """A program's report, which numpy waits for; see `report`."""
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray: ...
 
 
 class Runner(Protocol):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from eagle3_jax.decoding.tier import Tier, depth_of, scratch_of
+from eagle3_jax.decoding.tier import Tier
 
 # Most rounds of one dispatch: requests join and leave between two dispatches.
 ROUNDS = 4
@@ -65,12 +65,12 @@ class Sizes:
         Raises:
             ValueError: no room for one request.
         """
-        each = -(-(max_length + scratch_of(tiers)) // page_size)
+        each = -(-(max_length + max(tier.scratch for tier in tiers)) // page_size)
         pages = each * batch if kv_tokens is None else kv_tokens // page_size
         if pages < each:
             raise ValueError(f"kv_tokens: got {kv_tokens}, expected at least {each * page_size}, room for one request")
         # The device may be two dispatches ahead of the host that ends a request.
-        observed = learned and learned + 2 * ROUNDS * (depth_of(tiers) + 1)
+        observed = learned and learned + 2 * ROUNDS * (max(tier.depth for tier in tiers) + 1)
         return cls(batch, max_length, pages, page_size, each, observed)
 
     @property

@@ -20,8 +20,6 @@ from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.hosts import wire
 from eagle3_jax.decoding.hosts.wire import HostLost, Line, encode, line_of, numbers_of
-from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import processes
 
 _PING = 1.0  # seconds between two signs of life
@@ -59,11 +57,10 @@ class RowRunner:
             self._own.reset()
         self._hosts.lose(0, "failed in a dispatch")
 
-    def replace_draft(self, draft: Draft) -> NoReturn:
+    def _keep(self, _: Any) -> NoReturn:
         raise AssertionError("an engine on several hosts keeps its weights")
 
-    def replace_target(self, target: TargetModel) -> NoReturn:
-        raise AssertionError("an engine on several hosts keeps its weights")
+    replace_draft = replace_target = _keep
 
 
 class _Awaited:

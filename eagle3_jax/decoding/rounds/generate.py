@@ -22,7 +22,7 @@ from eagle3_jax.decoding.rounds.state import (
     put_at,
     put_logprobs,
 )
-from eagle3_jax.decoding.tier import RoundPlan, Tier, scratch_tokens, steps_of
+from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -136,7 +136,7 @@ def prefill(
         greedy: every request is `SamplingParams.greedy`.
         logprobs: keeps log-probabilities of the output tokens.
     """
-    batch = tokens.shape[0]
+    batch, depth = tokens.shape[0], 0 if tree is None else tree.depth
     none = jnp.zeros(batch, jnp.int32)
     draft = None if tree is None else draft
     requests = RequestRows(limit, stop_ids, none + (0 if logprobs else -1), sampling)
@@ -154,7 +154,7 @@ def prefill(
         requests,
         greedy=greedy,
     )
-    room, of_tokens = max_output + steps_of(tree) + 1, None
+    room, of_tokens = max_output + depth + 1, None
     if logprobs:
         first = found.logits[:, None], found.root[:, None], found.processed[:, None]
         of_tokens = put_logprobs(TokenLogprobs.empty(batch, room, 0), *first, none)
@@ -169,7 +169,7 @@ def prefill(
         requests=requests,
         rounds=none,
         drafted=none,
-        accepted=jnp.zeros((batch, steps_of(tree)), jnp.int32),
+        accepted=jnp.zeros((batch, depth), jnp.int32),
         logprobs=of_tokens,
         draft_cache=draft_cache,
         draft_state=found.draft_state,
@@ -184,4 +184,4 @@ def prefill(
 
 def cache_length_needed(prompt_length: int, max_tokens: int, tree: DraftTree | None) -> int:
     """Returns the cache entries for prompts of at most `prompt_length` tokens, padding included, and their answers."""
-    return prompt_length + max_tokens + scratch_tokens(tree)
+    return prompt_length + max_tokens + Tier(tree, head=True).scratch

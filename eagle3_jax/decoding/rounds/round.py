@@ -34,7 +34,7 @@ from eagle3_jax.decoding.rounds.state import (
 )
 from eagle3_jax.decoding.rounds.tree import TokenTree, chain_of_copies, root_only
 from eagle3_jax.decoding.rounds.verify import Walk, pretend, row_of, verify
-from eagle3_jax.decoding.tier import RoundPlan, steps_of
+from eagle3_jax.decoding.tier import RoundPlan
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
@@ -120,7 +120,7 @@ def verify_tree(
     """Runs the target over the drafts, and commits the accepted path to its cache. Logits that are not finite fail."""
     this = behind(state)
     lengths, tier, greedy = this.lengths, plan.tier, plan.greedy
-    steps, sampling = steps_of(tier.tree), state.requests.sampling
+    steps, sampling = tier.depth, state.requests.sampling
     positions, mask = lengths[:, None] + nodes.depths, nodes.mask if tier.branches else None
     of_nodes = dataclasses.replace(this, positions=positions, tail_mask=mask)
     hidden, aux, cache = target(nodes.tokens, of_nodes, state.cache)

@@ -16,7 +16,7 @@ from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.unread import ROOM
-from eagle3_jax.decoding.tier import VANILLA, RoundPlan, Tier, scratch_tokens
+from eagle3_jax.decoding.tier import VANILLA, RoundPlan, Tier
 
 
 @pytest.mark.slow
@@ -65,5 +65,5 @@ def test_padding_of_any_program_stays_in_the_page_table(toy):
         sizes = Sizes.plan(2, max_length, page_size, tiers)
         assert sizes.columns * page_size >= max_length + max(length for _, length in sizes.prefill_shapes)
         table = jax.eval_shape(lambda m, s=sizes: empty_state(m, s, tiers, None).page_table, models)
-        assert table.shape == (2, -(-(max_length + scratch_tokens(CHAIN.tree)) // page_size))
+        assert table.shape == (2, -(-(max_length + CHAIN.scratch) // page_size))
         assert programs.beyond(jnp.zeros(table.shape, jnp.int32), page_size).shape[1] * page_size >= max_length + ROOM
