@@ -250,8 +250,8 @@ def test_a_server_that_is_not_there_is_said_before_any_is_measured(traffic_confi
     for url in ("http://127.0.0.1:1/v1", "http://127.0.0.1:PORT/v1"):
         with pytest.raises(ValueError, match=rf"{url}/models: got .*, expected a server of OpenAI's API"):
             servers.run(traffic_config, prompts, {"vLLM": url})
-    kept = classmethod(lambda cls, name, *rest: cls(name, *rest, "a-model", [{}] * 3))
-    monkeypatch.setattr(servers._Measured, "of", kept)
+    measured = servers._Measured
+    monkeypatch.setattr(measured, "of", lambda *about: measured(*about, model="a-model", levels=[{}] * 3))
     with pytest.raises(Begun):  # one that is measured already need not be there
         servers.run(traffic_config, prompts, {"vLLM": "http://127.0.0.1:1/v1"})
 

@@ -24,7 +24,8 @@ class SegmentedLog:
         self._folder, self._next = folder, _next_segment(objects.names_below(folder))
         self._lines: list[bytes] = []
         self._bytes = 0  # of the lines
-        self._closed, self._error = False, None
+        self._closed = False
+        self._error: OSError | None = None
         self._due = threading.Condition()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()

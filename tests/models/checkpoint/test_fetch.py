@@ -415,11 +415,3 @@ def test_a_folder_without_config_says_what_it_has_and_what_is_missing(tmp_path):
         with pytest.raises(fetch.TargetError, match=f"name: .*: got {held}, expected .*; config.json is missing"):
             fetch.read_config(tmp_path)
         (tmp_path / name).touch()
-
-
-def test_a_model_that_was_unpacked_before_gets_its_sampling_too(no_hub, tmp_path):
-    folder = tmp_path / "cache" / NAME
-    folder.mkdir(parents=True)
-    (folder / manifest.NAME).write_text("{}")
-    assert fetch.fetch(NAME) == folder
-    assert json.loads((folder / fetch.GENERATION).read_text()) == {"temperature": 0.2, "top_p": 0.9}
