@@ -38,6 +38,7 @@ from eagle3_jax.decoding.tier import RoundPlan
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.layers import whole_states
 from eagle3_jax.models.target import TargetModel
 
 
@@ -138,7 +139,7 @@ def verify_tree(
     verified = Verified(
         walk,
         _chosen(nodes.tokens, walk, bonus),
-        jnp.take_along_axis(aux, walk.path[:, :, None], axis=1),
+        whole_states(jnp.take_along_axis(aux, walk.path[:, :, None], axis=1)),
         None if greedy is True else logits,
         processed,
     )
