@@ -195,9 +195,14 @@ class StoredKind(DraftKind):
 
 
 def filled(
-    network: Callable[..., Any], config: Any, dtype: Any, table: Mapping[str, Entry], tensors: Tensors, rows: Array
+    network: Callable[..., Any],
+    config: Any,
+    dtype: Any,
+    table: Mapping[str, Entry],
+    tensors: Mapping[str, Any],
+    rows: Array,
 ) -> Head:
-    """Makes a head of its tensors, on the default device; `rows` are its LM head."""
+    """Makes a head of its tensors, arrays or what is read when indexed, on the default device; `rows`: its LM head."""
 
     def value(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if (name := parameter_path(path)) == "lm_head":
