@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ _SILENCE = contextlib.nullcontext()
 T = TypeVar("T")
 
 
+@runtime_checkable
 class Runner(Protocol):
     """What a scheduler runs programs on: a `ModelRunner`, or a row of a mesh that spans hosts (`hosts`)."""
 
