@@ -28,7 +28,7 @@ from eagle3_jax.decoding.device.runner import ModelRunner, Runner
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.load import load_models
 from eagle3_jax.decoding.loop import EngineLoop
-from eagle3_jax.decoding.measure import profile
+from eagle3_jax.decoding.measure import padding, profile
 from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt, encode
@@ -465,7 +465,7 @@ class Engine:
         with self._loop.exclusive("warm_up"):
             if folder is not None:
                 machine.keep_programs(folder)
-            runner.pad_products()
+            runner.pad(padding.cheapest(runner))
             self._scheduler.forget_device()
             self._warm_up = WarmUp(runner, self.tiers, folder, greedy_alone=greedy_alone, progress=progress)
             self._warm_up.first()

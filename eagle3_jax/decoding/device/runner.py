@@ -20,15 +20,14 @@ from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.tier import Tier
-from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.quantised import Kind
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.inference_layout import Matrix, Product, for_inference, padded, products, weights_beside
+from eagle3_jax.models.inference_layout import Product, for_inference, padded, weights_beside
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import few_bits, quantised_as
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.runs import machine, processes, timing
+from eagle3_jax.runs import machine
 from eagle3_jax.runs.progress import told
 
 _SILENCE = contextlib.nullcontext()
@@ -65,8 +64,8 @@ class ModelRunner:
         draft: the draft on the target's devices, packed likewise.
         tiers: the tiers of its rounds.
         mesh: the target's mesh; None is one device.
-        padding: numbers of rows for products of few rows, see `layouts.Padded`; empty until `pad_products` has
-            measured.
+        padding: numbers of rows for products of few rows, see `layouts.Padded`; empty until they
+            are measured.
         widths: rows of the decode programs in use: the whole batch, until narrower ones are compiled.
         prefill_shapes: (rows, tokens of each) of the prefill programs in use: all, until a warm-up begins.
         dispatches: number of calls given to the device.
@@ -141,20 +140,10 @@ class ModelRunner:
             self._ready, self._called = {}, set()
         self._pad()
 
-    def pad_products(self) -> None:
-        """Measures how many rows products of few rows are best padded to, and pads them. Forgets the state."""
-        counts, before = few_rows.counts(), dict(self.padding)
-        with mesh_set(self.mesh):
-            for kind, matrices in products(self.target, self.draft).items() if counts else ():
-
-                def work(rows: int, kind: Product = kind, matrices: Sequence[Matrix] = matrices) -> None:
-                    kind.times(matrices, rows).block_until_ready()
-
-                seconds = timing.in_turns([functools.partial(work, rows) for rows in counts], lambda: None)
-                best = few_rows.cheapest(dict(zip(counts, seconds, strict=True)))
-                self.padding[kind] = tuple(processes.agree(lambda best=best: best))
-        if self.padding != before:
-            self._ready = {}
+    def pad(self, padding: dict[Product, tuple[int, ...]]) -> None:
+        """Pads products of few rows, see `padding`. Forgets the state."""
+        if padding != self.padding:
+            self.padding, self._ready = padding, {}
         self._pad()
         self.reset()
 
