@@ -203,11 +203,11 @@ def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, targ
 
 def test_the_rate_is_that_of_all_replicas(tmp_path, target, monkeypatch):
     config = prepared(tmp_path)
-    monkeypatch.setattr(extract, "_extract_split", lambda *_: 30.0)
-    monkeypatch.setattr(extract, "_foretell", lambda *_: [])
+    monkeypatch.setattr(extract._Extraction, "_extract", lambda *_: 30.0)
+    monkeypatch.setattr(extract._Extraction, "_foretell", lambda _: [])
     monkeypatch.setattr(extract.processes, "gather", lambda own: [own, {}, {"train": 12.5, "held_out": 0.0}])
     finished: list[dict] = []
-    monkeypatch.setattr(extract, "_finish", lambda *arguments: finished.append(arguments[-2]))
+    monkeypatch.setattr(extract._Extraction, "_finish", lambda _, rates: finished.append(rates))
     extract.extract(config, target)
     assert finished == [{"train": 42.5, "held_out": 30.0}]
 

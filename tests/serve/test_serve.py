@@ -22,6 +22,7 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command, machine
 from eagle3_jax.serve import __main__ as serve
+from eagle3_jax.serve import flags as flags_of
 from eagle3_jax.serve import startup
 
 TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
@@ -222,14 +223,14 @@ def test_the_help_begins_with_an_example_and_names_aliases_in_a_sentence(capsys)
         serve.configure(["--help"])
     flags, _, fields = capsys.readouterr().out.partition("The run's YAML")
     said = "".join(flags.split())
-    assert "suchas--targetsmollm2-135m-instruct" in said and all(flag in said for flag in serve._FLAGS)
-    assert set(re.findall(r"^  (--\S+) VALUE", flags, re.MULTILINE)) == set(serve._SHOWN)
+    assert "suchas--targetsmollm2-135m-instruct" in said and all(flag in said for flag in flags_of._FLAGS)
+    assert set(re.findall(r"^  (--\S+) VALUE", flags, re.MULTILINE)) == set(flags_of._SHOWN)
     assert "--serve.queue-limit" in fields
 
 
 def test_hints_name_flags_that_are_there():
     values = {"--serve.memory-fraction": ["0.5"], "--serve.allowed-origins": ["*"], "--serve.access-log": []}
-    for there in serve._ELSEWHERE.values():
+    for there in flags_of._ELSEWHERE.values():
         flag = there.split(",")[0]
         serve.configure(["--target", "a", flag, *values.get(flag, ["7"])])
 
