@@ -6,6 +6,7 @@ Keys are named as the fields of `DraftHeadConfig`: Hugging Face's `LlamaConfig`,
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -178,10 +179,10 @@ def flags(head: StoredHead, *names: str) -> dict[str, bool]:
 
 
 def _value_problems(key: str, value: Any) -> list[str]:
-    kind = DraftHeadConfig.__annotations__[key]
-    if kind == "bool":
+    kind = typing.get_type_hints(DraftHeadConfig)[key]
+    if kind is bool:
         return [] if isinstance(value, bool) else [f"{key}: got {value!r}, expected true or false"]
-    if kind == "int":
+    if kind is int:
         is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         return [] if is_size else [f"{key}: got {value!r}, expected a positive integer"]
     return [] if is_positive(value) else [f"{key}: got {value!r}, expected a positive number"]
