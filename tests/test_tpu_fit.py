@@ -281,7 +281,7 @@ def test_rounds_take_the_state_where_prefill_leaves_it(small, tpu_fit):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (path, leaf.sharding, place)
 
     jax.tree_util.tree_map_with_path(compare, rounds.arguments["state"], left)
-    assert "model" in left.cache.keys[0].spec
+    assert "model" in left.cache.layers[0].keys.spec
 
 
 @pytest.mark.long

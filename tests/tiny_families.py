@@ -43,6 +43,7 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "first_k_dense_replace": 1,
     },
+    "Lfm2ForCausalLM": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "MiMoForCausalLM": {"attention_bias": True},
 }
 

@@ -84,6 +84,8 @@ class _SmallerModel(DraftKind):
             for field, got, expected in pairs
             if got != expected
         ]
+        if shape.recurrent:
+            problems.append(f"architectures: got {shape.architecture}, whose layers keep a state; expected one without")
         if problems:
             raise DraftFormatError(f"{folder} cannot draft for this target:\n  " + "\n  ".join(problems))
         return Draft(DraftModel(load_model(folder, shape, jnp.dtype(dtype))), jnp.arange(size, dtype=jnp.int32))

@@ -1,13 +1,15 @@
-"""The key-value cache: append and attend, commit.
+"""The cache of a sequence's past, a layer's own kind for each layer: keys and values, or inputs of a convolution.
 
-A cache is passed in and returned, never mutated; callers donate it. Contiguous: each sequence owns `slots` slots per
-layer. Paged: each `Pass` names the page of each page_size slots of a sequence. The cache has no lengths: the caller
-keeps them, and counts committed tokens only.
+A cache is passed in and returned, never mutated; callers donate it. A layer asks the `Pass` and its own cache. Keys and
+values are contiguous, each sequence owning `slots` slots per layer, or paged: each pass names the page of each
+page_size slots of a sequence. A recurrent layer has one slot of state per sequence. The cache has no lengths: the
+caller keeps them, and counts committed tokens only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,6 +37,9 @@ class Pass:
         row: index of each sequence's only pair whose state a head computes; None is every pair.
         preceding: the token before the pairs that a head reads, given at the start of a chunk of a prompt: a draft
             without features may not have read it. Others do not need it, since the first feature depends on it.
+        states: each sequence's slot of recurrent state; None: its own row.
+        counts: how many of the new tokens a recurrent layer commits at once, those of a prompt; None: `Cache.commit`
+            follows, and the pass's inputs wait for it.
         continued: whether a sequence may continue the one before it in the batch, on the same pages.
     """
 
@@ -46,6 +51,8 @@ class Pass:
     starts: Int[Array, "b t"] | None = None
     row: Int[Array, " b"] | None = None
     preceding: Int[Array, "b 1"] | None = None
+    states: Int[Array, " b"] | None = None
+    counts: Int[Array, " b"] | None = None
     continued: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def with_tail_positions(self) -> Pass:
@@ -59,39 +66,22 @@ class Pass:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer.
+    """Keys and values of one layer.
 
     Attributes:
-        keys, values: one array per layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size,
-            head_dim]; on a TPU a row may hold several heads (`kernels/tree_attention/packed_heads.py`).
+        keys, values: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim]; on a TPU a row may
+            hold several heads (`kernels/tree_attention/packed_heads.py`).
     """
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
+    keys: Array
+    values: Array
 
     @classmethod
-    def empty(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> KVCache:
-        """Allocates at least `slots` entries per sequence, in a multiple of what the attention kernel for TPU reads."""
-        return cls.pages(layers, batch, kv_heads, -(-slots // SLOTS) * SLOTS, head_dim, dtype)
-
-    @classmethod
-    def pages(cls, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any) -> KVCache:
+    def pages(cls, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any) -> KVCache:
         """Allocates free pages, for the current mesh."""
         rows, width = cache_rows(kv_heads, head_dim)
-
-        def zeros() -> tuple[Array, ...]:
-            return tuple(jnp.zeros((pages, rows, page_size, width), dtype) for _ in range(layers))
-
-        return cls(zeros(), zeros())
-
-    def layer(self, index: int) -> KVCache:
-        """Returns the cache of one layer."""
-        return dataclasses.replace(self, keys=self.keys[index : index + 1], values=self.values[index : index + 1])
-
-    def with_layer(self, index: int, own: KVCache) -> KVCache:
-        """Returns the cache with `layer(index)` replaced."""
-        keys, values = _replace(self.keys, index, own.keys[0]), _replace(self.values, index, own.values[0])
-        return dataclasses.replace(self, keys=keys, values=values)
+        shape = pages, rows, page_size, width
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def append_and_attend(
         self,
@@ -102,7 +92,7 @@ class KVCache:
         first: Int[Array, "b t"] | None = None,
         sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
-        """Writes t new entries at the tail's end, and attends from them; for a cache of one layer (see `layer`).
+        """Writes t new entries at the tail's end, and attends from them.
 
         Args:
             first, sinks: see `tree_attention`.
@@ -111,8 +101,8 @@ class KVCache:
             queries,
             keys,
             values,
-            self.keys[0],
-            self.values[0],
+            self.keys,
+            self.values,
             this.lengths,
             this.tail_mask,
             page_table=this.pages,
@@ -120,33 +110,185 @@ class KVCache:
             first=first,
             sinks=sinks,
         )
-        return attended, dataclasses.replace(self, keys=(keys,), values=(values,))
+        return attended, KVCache(keys, values)
 
     def append(self, keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], this: Pass) -> KVCache:
-        """Writes t new entries behind `lengths`, without attention. Of a cache of one layer (see `layer`)."""
-        kept, stored = append(
-            keys, values, self.keys[0], self.values[0], this.lengths, page_table=this.pages, continued=this.continued
-        )
-        return dataclasses.replace(self, keys=(kept,), values=(stored,))
+        """Writes t new entries behind `lengths`, without attention."""
+        table = {"page_table": this.pages, "continued": this.continued}
+        return KVCache(*append(keys, values, self.keys, self.values, this.lengths, **table))
 
-    def commit(self, this: Pass, path: Int[Array, "b p"]) -> KVCache:
-        """Moves the accepted path to the front of the tail: slot length + path[j] goes to length + j.
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ConvolutionCache:
+    """Inputs of a layer's causal convolution over time.
+
+    Attributes:
+        inputs: of each slot the last `history` committed ones, then those of the tail, which wait for `commit`.
+        history: taps of the convolution that lie before a token.
+    """
+
+    inputs: Float[Array, "s rows c"]
+    history: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def empty(cls, slots: int, history: int, tail: int, channels: int, dtype: Any) -> ConvolutionCache:
+        return cls(jnp.zeros((slots, history + tail, channels), dtype), history)
+
+    def convolve(
+        self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"], this: Pass
+    ) -> tuple[Float[Array, "b t c"], ConvolutionCache]:
+        """Convolves each token's own path, see `convolved`; zeros stand before a text, and before a document."""
+        slots, (b, t, _), h = _slots(this), inputs.shape, self.history
+        if this.counts is None:
+            return self._convolve_tail(inputs, kernel, this)
+        before = self._of(slots)[:, :h]
+        if this.continued:  # the row before may hold the stretch before, a whole one
+            follows = (slots == jnp.roll(slots, 1)) & (this.lengths == jnp.roll(this.lengths, 1) + t)
+            before = jnp.where(follows[:, None, None], jnp.roll(inputs, 1, axis=0)[:, t - h :], before)
+        last = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, h, 0))(
+            jnp.concatenate([before, inputs], axis=1), this.counts
+        )
+        read, row = this.counts > 0, jnp.arange(b)
+        later = (
+            (slots[None] == slots[:, None]) & (row[None] > row[:, None]) & read[None]
+        )  # of rows that are one prompt's the last counts
+        at = jnp.where(read & ~later.any(axis=1), slots, len(self.inputs))
+        kept = self.inputs.at[at, :h].set(last.astype(self.inputs.dtype), mode="drop")
+        return convolved(before, inputs, kernel, this.positions), dataclasses.replace(self, inputs=kept)
+
+    def commit(self, this: Pass, path: Int[Array, "b p"], counts: Int[Array, " b"]) -> ConvolutionCache:
+        """Moves on by the first `counts` tokens of the path, indices into the tail; by none where it is 0."""
+        slots, h = _slots(this), self.history
+        place = counts[:, None] + jnp.arange(h)[None]
+        along = h + jnp.take_along_axis(path, jnp.maximum(place - h, 0), axis=1)
+        rows = jnp.take_along_axis(self._of(slots), jnp.where(place < h, place, along)[:, :, None], axis=1)
+        at = jnp.where(counts > 0, slots, len(self.inputs))
+        return dataclasses.replace(self, inputs=self.inputs.at[at, :h].set(rows, mode="drop"))
+
+    def _convolve_tail(
+        self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"], this: Pass
+    ) -> tuple[Float[Array, "b t c"], ConvolutionCache]:
+        (b, t, _), h, slots, mask = inputs.shape, self.history, _slots(this), this.tail_mask
+        if mask is None:
+            mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t))
+        m = mask.shape[-1]
+        if h + m > self.inputs.shape[1]:
+            raise ValueError(f"tail: got {m} tokens, expected at most {self.inputs.shape[1] - h}, see `empty_pages`")
+        tail = slots[:, None], h + m - t + jnp.arange(t)[None]
+        kept = dataclasses.replace(self, inputs=self.inputs.at[tail].set(inputs.astype(self.inputs.dtype), mode="drop"))
+        rows, seen = kept._of(slots), jnp.cumsum(mask, axis=-1)
+        depth, behind = seen[..., -1], seen[..., -1:] - seen  # of each node, itself included; of the slots it sees
+
+        def ancestor(back: int) -> Array:
+            inside = h + jnp.argmax(mask & (behind == back), axis=-1)
+            place = jnp.where(back < depth, inside, h - 1 - (back - depth))
+            return jnp.take_along_axis(rows, place[:, :, None], axis=1)
+
+        return _summed(ancestor, kernel, this.positions, inputs.dtype), kept
+
+    def _of(self, slots: Int[Array, " b"]) -> Float[Array, "b rows c"]:
+        return jnp.take(self.inputs, slots, axis=0, mode="clip")
+
+
+def convolved(
+    before: Float[Array, "b h c"],
+    inputs: Float[Array, "b t c"],
+    kernel: Float[Array, "w c"],
+    positions: Int[Array, "b t"],
+) -> Float[Array, "b t c"]:
+    """Computes sum_j kernel[w - 1 - j] * (the input j positions before) for tokens in order, summed in float32.
+
+    Args:
+        before: the h = w - 1 inputs before the first token.
+        positions: in the text or document, before whose first token there are zeros.
+    """
+    rows, t, h = jnp.concatenate([before, inputs], axis=1), inputs.shape[1], before.shape[1]
+    return _summed(lambda back: rows[:, h - back : h - back + t], kernel, positions, inputs.dtype)
+
+
+def _summed(
+    back: Callable[[int], Array], kernel: Float[Array, "w c"], positions: Int[Array, "b t"], dtype: Any
+) -> Float[Array, "b t c"]:
+    terms = []
+    for j, tap in enumerate(kernel[::-1].astype(jnp.float32)):
+        terms.append(jnp.where((positions >= j)[:, :, None], back(j).astype(jnp.float32) * tap[None, None], 0.0))
+    return sum(terms[1:], terms[0]).astype(dtype)
+
+
+def _slots(this: Pass) -> Int[Array, " b"]:
+    return jnp.arange(len(this.lengths)) if this.states is None else this.states
+
+
+LayerCache = Any  # KVCache, ConvolutionCache, or what stands for one in a pass over parts of rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The caches of all layers, in their order."""
+
+    layers: tuple[LayerCache, ...]
+
+    @classmethod
+    def paged(cls, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any) -> Cache:
+        """Allocates free pages of keys and values for layers that are alike."""
+        return cls(tuple(KVCache.pages(pages, kv_heads, page_size, head_dim, dtype) for _ in range(layers)))
+
+    @classmethod
+    def contiguous(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> Cache:
+        """Allocates at least `slots` entries per sequence for layers that are alike."""
+        return cls.paged(layers, batch, kv_heads, slots_of(slots), head_dim, dtype)
+
+    def with_layer(self, index: int, own: LayerCache) -> Cache:
+        return Cache((*self.layers[:index], own, *self.layers[index + 1 :]))
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer keeps a state for each sequence, beside pages."""
+        return any(isinstance(layer, ConvolutionCache) for layer in self.layers)
+
+    @property
+    def of_keys(self) -> KVCache:
+        """The first layer of keys and values: all have one number of pages, of one size."""
+        return next(layer for layer in self.layers if isinstance(layer, KVCache))
+
+    def commit(self, this: Pass, path: Int[Array, "b p"], counts: Int[Array, " b"], *, moves: bool = True) -> Cache:
+        """Commits the first `counts` tokens of the accepted path: slot length + path[j] goes to length + j.
 
         Args:
             path: int32 indices into the tail, ascending; after the accepted ones the last may be repeated.
+            counts: 0 leaves a recurrent state as it is.
+            moves: False where the path is the tail's beginning: keys and values are in their places.
         """
-        kept = commit((*self.keys, *self.values), this.lengths, path, page_table=this.pages)
-        return dataclasses.replace(self, keys=kept[: len(self.keys)], values=kept[len(self.keys) :])
+        layers = list(self.layers)
+        alike: dict[Any, list[int]] = {}
+        for index, layer in enumerate(layers):
+            if isinstance(layer, ConvolutionCache):
+                layers[index] = layer.commit(this, path, counts)
+            elif moves:
+                alike.setdefault((layer.keys.shape, layer.keys.dtype), []).append(index)
+        for group in alike.values():  # one kernel for all of a shape
+            arrays = [array for index in group for array in (layers[index].keys, layers[index].values)]
+            kept = commit(arrays, this.lengths, path, page_table=this.pages)
+            for place, index in enumerate(group):
+                layers[index] = KVCache(*kept[2 * place : 2 * place + 2])
+        return Cache(tuple(layers))
 
 
-class CachedAttention:
-    """The attention of one layer, while a program is traced.
+def slots_of(tokens: int) -> int:
+    """Returns the slots of a contiguous cache for so many tokens: a multiple of what the TPU's kernel reads."""
+    return -(-tokens // SLOTS) * SLOTS
+
+
+class LayerPass:
+    """A pass through one layer, while a program is traced: what the layer asks of the pass and of its own cache.
 
     Attributes:
-        cache: the layer's own, with the new entries once the layer has attended.
+        cache: the layer's own, with the new entries once the layer has used it.
     """
 
-    def __init__(self, this: Pass, cache: KVCache) -> None:
+    def __init__(self, this: Pass, cache: LayerCache) -> None:
         self._this, self.cache = this, cache
 
     def __call__(
@@ -176,6 +318,7 @@ class CachedAttention:
         attended, self.cache = self.cache.append_and_attend(queries, keys, values, this, first, sinks)
         return attended
 
-
-def _replace(arrays: tuple[Array, ...], index: int, new: Array) -> tuple[Array, ...]:
-    return (*arrays[:index], new, *arrays[index + 1 :])
+    def convolve(self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"]) -> Float[Array, "b t c"]:
+        """See `ConvolutionCache.convolve`."""
+        convolved, self.cache = self.cache.convolve(inputs, kernel, self._this)
+        return convolved

@@ -33,6 +33,8 @@ SHARDING_RULES = (
     (r"attention/o", P("model", None)),
     (r"layers/\d+/(q|kv)$", P(None, "model")),  # a block head's
     (r"layers/\d+/o$", P("model", None)),
+    (r"convolution/(project|taps)$", P(None, "model")),
+    (r"convolution/o$", P("model", None)),
     (r"markov_out|successors", P("model", None)),
     (r"(mlp|shared)/(gate|up)", P(None, "model")),
     (r"(mlp|shared)/down", P("model", None)),

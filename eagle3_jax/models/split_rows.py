@@ -12,20 +12,16 @@ from jaxtyping import Array, Float, Int, Num
 
 from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows, pack_heads
-from eagle3_jax.models.cache import KVCache, Pass
+from eagle3_jax.models.cache import Pass, convolved
 from eagle3_jax.sequence import Split
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SplitRows(KVCache):
-    """Stands for an empty cache in a pass over pieces of rows; keeps nothing."""
+class SplitRows:
+    """Stands for a layer's empty cache in a pass over pieces of rows; keeps nothing."""
 
-    split: Split = dataclasses.field(default=Split(), metadata={"static": True})
-
-    def with_layer(self, index: int, own: KVCache) -> KVCache:
-        """See `KVCache`."""
-        return self
+    split: Split = dataclasses.field(metadata={"static": True})
 
     def append_and_attend(
         self,
@@ -35,7 +31,7 @@ class SplitRows(KVCache):
         this: Pass,
         first: Int[Array, "b t"] | None = None,
         sinks: Float[Array, " n"] | None = None,
-    ) -> tuple[Float[Array, "b t n d"], KVCache]:
+    ) -> tuple[Float[Array, "b t n d"], SplitRows]:
         """Attends from each piece to its row up to the query: the tokens before the piece are its committed ones.
 
         Args:
@@ -59,6 +55,13 @@ class SplitRows(KVCache):
             check_vma=False,
         )(queries, keys, values, given)
         return attended, self
+
+    def convolve(
+        self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"], this: Pass
+    ) -> tuple[Float[Array, "b t c"], SplitRows]:
+        """See `ConvolutionCache`: the last inputs of the piece before are those before a piece."""
+        before = self.split.before(inputs[:, inputs.shape[1] - len(kernel) + 1 :])
+        return convolved(before, inputs, kernel, this.positions), self
 
 
 def _slots(entries: Num[Array, "b t k d"]) -> Num[Array, "b rows slots width"]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
+from eagle3_jax.models.cache import Cache, KVCache, LayerCache, LayerPass, Pass, slots_of
 from eagle3_jax.models.layers import (
     embeddings,
     normal,
@@ -31,7 +31,7 @@ from eagle3_jax.models.target_config import ModelConfig, final_boundary
 
 # Cosines and sines, see `rope_table`.
 Rope = tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
-# (q [b t n d], k [b t k d], v [b t k d], *, window, chunk, sinks) -> [b t n d], see `CachedAttention`.
+# (q [b t n d], k [b t k d], v [b t k d], *, window, chunk, sinks) -> [b t n d], see `LayerPass`.
 Attend = Callable[..., Array]
 
 
@@ -57,8 +57,8 @@ class TargetModel(nnx.Module):
         self,
         tokens: Int[Array, "b t"],
         this: Pass,
-        cache: KVCache,
-    ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], KVCache]:
+        cache: Cache,
+    ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], Cache]:
         """Runs t new tokens of each sequence behind its committed prefix; `row` and `preceding` are not read.
 
         Returns:
@@ -73,7 +73,7 @@ class TargetModel(nnx.Module):
                 # The barrier keeps XLA from summing the layers' outputs again at the end, which would keep all of them.
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
-            x, own = _decoder_layer(block, x, rope, this, cache.layer(layer))
+            x, own = _decoder_layer(block, x, rope, this, cache.layers[layer])
             cache = cache.with_layer(layer, own)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
@@ -109,20 +109,28 @@ class TargetModel(nnx.Module):
         """Computes float32 logits of final-normed hidden states."""
         return vocabulary_logits(hidden, self.output_rows)
 
-    def empty_cache(self, batch: int, slots: int) -> KVCache:
-        c = self.config
-        dtype = self.embed[...].dtype
-        return KVCache.empty(c.num_hidden_layers, batch, c.num_key_value_heads, slots, c.head_dim, dtype)
+    def empty_cache(self, batch: int, slots: int, tail: int = 1) -> Cache:
+        """Allocates at least `slots` entries per sequence; `tail`: see `empty_pages`."""
+        return self.empty_pages(batch, slots_of(slots), states=batch, tail=tail)
 
-    def empty_pages(self, pages: int, page_size: int, dtype: Any = None) -> KVCache:
-        """Allocates free pages.
+    def empty_pages(
+        self, pages: int, page_size: int, dtype: Any = None, *, states: int | None = None, tail: int = 1
+    ) -> Cache:
+        """Allocates free pages, and free slots of recurrent state.
 
         Args:
             dtype: dtype of keys and values; None is the weights' own.
+            states: sequences with a state of their own; None is one for each page.
+            tail: most tokens of a pass that a state waits for (see `Pass.counts`).
         """
+        own, states = self.embed[...].dtype, pages if states is None else states
+        layers = range(self.config.num_hidden_layers)
+        return Cache(tuple(self.layer_cache(i, pages, page_size, dtype or own, states, tail) for i in layers))
+
+    def layer_cache(self, layer: int, pages: int, page_size: int, dtype: Any, states: int, tail: int) -> LayerCache:
+        """Allocates one layer's cache, see `empty_pages`."""
         c = self.config
-        dtype = dtype or self.embed[...].dtype
-        return KVCache.pages(c.num_hidden_layers, pages, c.num_key_value_heads, page_size, c.head_dim, dtype)
+        return KVCache.pages(pages, c.num_key_value_heads, page_size, c.head_dim, dtype)
 
 
 def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
@@ -133,8 +141,8 @@ def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
 
 @jax.jit
 def _decoder_layer(
-    block: Callable[..., Array], x: Float[Array, "b t h"], rope: Any, this: Pass, cache: KVCache
-) -> tuple[Float[Array, "b t h"], KVCache]:
-    """Runs one layer on its own keys and values. The nested jit traces and lowers layers that are alike once."""
-    attend = CachedAttention(this, cache)
-    return block(x, rope, attend), attend.cache
+    block: Callable[..., Array], x: Float[Array, "b t h"], rope: Any, this: Pass, cache: LayerCache
+) -> tuple[Float[Array, "b t h"], LayerCache]:
+    """Runs one layer on its own cache. The nested jit traces and lowers layers that are alike once."""
+    own = LayerPass(this, cache)
+    return block(x, rope, own), own.cache

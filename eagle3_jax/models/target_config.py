@@ -21,14 +21,16 @@ class ModelConfig:
     """
 
     # Set by each family: the name in `architectures`, `model_type`, fields of config.json that are not read (field ->
-    # the one supported value), defaults of fields that config.json leaves out, kinds of RoPE scaling, and whether
-    # `num_key_value_heads` and `head_dim` describe a cache of latent vectors instead of heads.
+    # the one supported value), defaults of fields that config.json leaves out, kinds of RoPE scaling, whether
+    # `num_key_value_heads` and `head_dim` describe a cache of latent vectors instead of heads, and whether layers keep
+    # a state for each sequence.
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     supported: ClassVar[dict[str, Any]]
     defaults: ClassVar[dict[str, Any]] = {}
     scalings: ClassVar[Kinds] = KINDS
     latent_cache: ClassVar[bool] = False
+    recurrent: ClassVar[bool] = False
     packings: ClassVar[tuple[str, ...]] = ()  # methods of quantization that the family's own table reads
 
     vocab_size: int

@@ -67,7 +67,8 @@ def decode(toy, tree: DraftTree | None, slots: int, draft: Draft | None = None) 
 def check_committed(states: list[State]) -> None:
     """What a round committed is as it was after every later round, to the bit."""
     for before, after in itertools.pairwise(states):
-        committed = (np.arange(before.cache.keys[0].shape[2]) < np.asarray(before.lengths)[:, None])[:, None, :, None]
+        slots = before.cache.layers[0].keys.shape[2]
+        committed = (np.arange(slots) < np.asarray(before.lengths)[:, None])[:, None, :, None]
         old, new = ((state.cache, state.draft_cache) for state in (before, after))
         for x, y in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
             np.testing.assert_array_equal(np.where(committed, x, 0), np.where(committed, y, 0))
@@ -114,7 +115,7 @@ def test_the_last_slot_is_a_draft_model_s(toy):
     _, states = decode(toy, tree, 64, draft)
     for before, after in itertools.pairwise(states):
         assert before.draft_cache is not None and after.draft_cache is not None
-        old, new = (np.asarray(cache.keys[0]) for cache in (before.draft_cache, after.draft_cache))
+        old, new = (np.asarray(cache.layers[0].keys) for cache in (before.draft_cache, after.draft_cache))
         written = np.any(np.not_equal(old, new), axis=(1, 3))
         for row in np.flatnonzero(~np.asarray(before.done)):
             assert np.flatnonzero(written[row])[-1] == before.lengths[row] + plan(tree).tier.scratch - 1

@@ -34,24 +34,25 @@ class Tokenizer:
         return " ".join(map(str, ids))
 
 
-def plain(model: TargetModel, prompt: list[int]) -> list[int]:
+def plain(model: TargetModel, prompt: list[int], length: int = LENGTH) -> list[int]:
     """Token after token, each from a pass over everything before it."""
 
     @jax.jit
     def logits(tokens: jax.Array) -> jax.Array:
-        positions = jnp.arange(LENGTH)[None]
-        hidden, _, _ = model(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), model.empty_cache(1, LENGTH))
+        positions = jnp.arange(length)[None]
+        this = Pass(positions, jnp.zeros(1, jnp.int32), counts=jnp.full(1, length))
+        hidden, _, _ = model(tokens, this, model.empty_cache(1, length))
         return model.logits(hidden)[0]
 
     tokens = list(prompt)
     for _ in range(ANSWER):
-        padded = jnp.asarray(tokens + [0] * (LENGTH - len(tokens)))[None]
+        padded = jnp.asarray(tokens + [0] * (length - len(tokens)))[None]
         tokens.append(int(jnp.argmax(logits(padded)[len(tokens) - 1])))
     return tokens[len(prompt) :]
 
 
 # A window with sinks and one latent head for all: every day. The others only in `tools/test.sh long`.
-DAILY = {"deepseek_v3"}
+DAILY = {"deepseek_v3", "lfm2"}
 
 
 @pytest.mark.long
@@ -78,6 +79,29 @@ def test_drafts_change_no_token(family):
     copying = Engine(model, Tokenizer(), "lookup", DraftTree(num_steps=3, num_draft_tokens=4), **size)
     (copied,) = copying.generate([prompts[2] * 2], params)
     assert copied.token_ids == plain(model, prompts[2] * 2)
+
+
+@pytest.mark.slow
+def test_a_state_is_its_sequence_s_own():
+    """Prompts in several stretches and in rows of one pass; slots that others have left; a beginning read before."""
+    family = next(family for family in FAMILIES if family.config.model_type == "lfm2")
+    model = tiny_families.make(family, num_hidden_layers=3, max_position_embeddings=512)
+    draw = random.Random(0)
+    long = [draw.randrange(VOCABULARY) for _ in range(300)]
+    prompts = [long[:290], long[:5], [*long[:200], 7], long[50:150], long[:290]]
+    engine = Engine(
+        model,
+        Tokenizer(),
+        "lookup",
+        DraftTree(num_steps=3, num_draft_tokens=4),
+        batch_size=2,
+        max_length=320,
+        page_size=16,
+    )
+    for _ in range(2):
+        answers = engine.generate(prompts, SamplingParams(max_tokens=ANSWER, ignore_eos=True))
+        assert [answer.token_ids for answer in answers] == [plain(model, prompt, 320) for prompt in prompts]
+    assert engine.stats().cached_tokens == 0
 
 
 # A window, attention sinks, chunks: what a draft model's own scratch must respect.

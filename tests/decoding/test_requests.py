@@ -620,7 +620,7 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
     got, expected = engine.generate(["hello", "sun"], params), vanilla.generate(["hello", "sun"], params)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
     assert engine.own_runner._state is not None
-    assert engine.own_runner._state.cache.keys[0].dtype == kv_dtype
+    assert engine.own_runner._state.cache.layers[0].keys.dtype == kv_dtype
 
 
 @pytest.mark.slow

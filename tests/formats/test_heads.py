@@ -24,7 +24,7 @@ from eagle3_jax.formats.forms import FORMS
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.kind import StoredHead
 from eagle3_jax.formats.stored import StoredKind
-from eagle3_jax.models.cache import CachedAttention, Pass
+from eagle3_jax.models.cache import LayerPass, Pass
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 
 LLAMA3 = RopeScaling(8.0, 1.0, 4.0, 16)
@@ -157,12 +157,12 @@ def test_a_plain_network_read_from_the_file_drafts_as_the_head_does(tmp_path: pa
     expected, ids = numpy_chain(tmp_path / "head", embeds, aux, drafted)
 
     head = draft.head
-    cache = head.empty_cache(1, prefix + steps)
+    (cache,) = head.empty_cache(1, prefix + steps).layers
 
     def run(embed: np.ndarray, features: Any, start: int) -> Any:
         nonlocal cache
         this = Pass(jnp.arange(start, start + len(embed), dtype=jnp.int32)[None], jnp.array([start], jnp.int32))
-        attend = CachedAttention(this, cache)
+        attend = LayerPass(this, cache)
         state, cache = head(jnp.asarray(embed[None], jnp.float32), features, this, attend), attend.cache
         return state[:, -1:]
 

@@ -30,11 +30,11 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
     target, draft = models.modules()
     batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
     steps, vocabulary = max(tier.depth for tier in tiers), target.config.vocab_size
-    room = ROUNDS * (steps + 1)
+    room, tail = ROUNDS * (steps + 1), max(tier.nodes for tier in tiers)
     none = jnp.zeros(batch, jnp.int32)
     requests = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), RequestRows.nobody())
     state = State(
-        cache=target.empty_pages(pages, page_size, kv_dtype),
+        cache=target.empty_pages(pages, page_size, kv_dtype, states=batch, tail=tail),
         lengths=none,
         root=none,
         output=jnp.zeros((batch, room), jnp.int32),
@@ -53,8 +53,10 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
         history=jnp.zeros((batch, sizes.cache_length + 1), jnp.int32) if any(tier.copies for tier in tiers) else None,
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
-        last_tree=LastTree.empty(batch, max(tier.nodes for tier in tiers)),
+        last_tree=LastTree.empty(batch, tail),
     )
+    if state.cache.recurrent:
+        state = dataclasses.replace(state, states=jnp.arange(batch))
     if draft is not None and not all(tier.head for tier in tiers):
         width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
         state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))

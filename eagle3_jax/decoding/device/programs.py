@@ -82,6 +82,7 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
         requests,
         token_counts,
         chunk.page_table,
+        None if state.states is None else chunk.slots,
         greedy=False,
     )
     none, best = jnp.zeros_like(chunk.slots), state.logprobs.best.shape[-1]
@@ -197,7 +198,8 @@ def _take(state: State, cancelled: Bool[Array, " b"], slots: Int[Array, " r"] | 
     batch = len(whole.done)
     at = jnp.minimum(slots, batch - 1)
     taken = dataclasses.replace(whole, **jax.tree.map(lambda x: x[at], _rows(whole)))
-    return whole, dataclasses.replace(taken, done=taken.done | (slots == batch))
+    states = None if whole.states is None else slots  # the batch's size is nobody's
+    return whole, dataclasses.replace(taken, done=taken.done | (slots == batch), states=states)
 
 
 def _put_back(whole: State, state: State, slots: Int[Array, " r"] | None) -> State:
@@ -224,7 +226,7 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], slots: 
     assert state.draft_state is not None
     this = behind(state)
     assert this.pages is not None
-    this = dataclasses.replace(this, pages=beyond(this.pages, state.draft_cache.keys[0].shape[2]))
+    this = dataclasses.replace(this, pages=beyond(this.pages, state.draft_cache.of_keys.keys.shape[2]))
     unread, cache, draft_state = feed_unread(
         target, draft, state.unread, state.draft_cache, state.draft_state, this, ~state.done
     )
@@ -242,7 +244,7 @@ def beyond(page_table: Int[Array, "b pages"], page_size: int) -> Int[Array, "b m
 def rehearse(state: State, length: Int[Array, ""]) -> State:
     """Makes all slots busy with sequences of `length` tokens, to measure rounds. Ends all requests."""
     assert state.page_table is not None
-    pages = state.cache.keys[0].shape[0] - 1
+    pages = state.cache.of_keys.keys.shape[0] - 1
     own = 1 + jnp.arange(state.page_table.size).reshape(state.page_table.shape) % pages
     each = jnp.zeros_like(state.lengths)
     unread = state.unread

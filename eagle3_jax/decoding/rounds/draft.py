@@ -28,7 +28,7 @@ from eagle3_jax.decoding.rounds.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree, rerank
 from eagle3_jax.kernels.vocabulary.api import ranked, top_k_of_logits
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import KVCache, Pass
+from eagle3_jax.models.cache import Cache, Pass
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.levels import unread
 from eagle3_jax.models.target import TargetModel
@@ -41,12 +41,12 @@ def grow(
     root: Int[Array, " b"],
     draft_state: Float[Array, "b h"],
     this: Pass,
-    cache: KVCache,
+    cache: Cache,
     sampling: Sampling | None = None,
     copied: Copied | None = None,
     *,
     greedy: bool | Bool[Array, ""] = False,
-) -> tuple[TokenTree, KVCache]:
+) -> tuple[TokenTree, Cache]:
     """Drafts the tree of one round.
 
     Args:

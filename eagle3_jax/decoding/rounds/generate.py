@@ -141,7 +141,7 @@ def prefill(
     draft = None if tree is None else draft
     requests = RequestRows(limit, stop_ids, none + (0 if logprobs else -1), sampling)
     draft_cache = None if draft is None else draft.head.empty_cache(batch, cache_length)
-    caches = target.empty_cache(batch, cache_length), draft_cache
+    caches = target.empty_cache(batch, cache_length, Tier(tree, head=True).nodes), draft_cache
     found, (cache, draft_cache) = read(
         target,
         draft,

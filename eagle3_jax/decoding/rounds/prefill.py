@@ -12,7 +12,7 @@ from eagle3_jax.decoding.rounds.sampling import BONUS, TokenCounts, draw, probab
 from eagle3_jax.decoding.rounds.state import RequestRows
 from eagle3_jax.decoding.rounds.verify import row_of
 from eagle3_jax.kernels.vocabulary.api import argmax
-from eagle3_jax.models.cache import KVCache, Pass
+from eagle3_jax.models.cache import Cache, Pass
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -48,13 +48,14 @@ def read(
     starts: Int[Array, " b"],
     counts: Int[Array, " b"],
     ends: Bool[Array, " b"],
-    caches: tuple[KVCache, KVCache | None],
+    caches: tuple[Cache, Cache | None],
     requests: RequestRows,
     token_counts: TokenCounts | None = None,
     pages: Int[Array, "b pages"] | None = None,
+    states: Int[Array, " b"] | None = None,
     *,
     greedy: bool,
-) -> tuple[Read, tuple[KVCache, KVCache | None]]:
+) -> tuple[Read, tuple[Cache, Cache | None]]:
     """Reads a stretch of each prompt into the caches, and chooses the token after it.
 
     Args:
@@ -63,11 +64,12 @@ def read(
         starts: position of the stretch's first token.
         counts: tokens of the stretch.
         ends: whether the prompt ends with this stretch.
-        pages: see `Pass`. With them, a row may continue the one before it.
+        pages, states: see `Pass`. With pages, a row may continue the one before it.
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]
     cache, draft_cache = caches
-    this = Pass(positions, starts, pages=pages, continued=pages is not None and len(tokens) > 1)
+    continued = pages is not None and len(tokens) > 1
+    this = Pass(positions, starts, pages=pages, states=states, counts=counts, continued=continued)
     hidden, aux, cache = target(tokens, this, cache)
     last = jnp.maximum(counts - 1, 0)
     logits = target.logits(row_of(hidden, last))

@@ -133,8 +133,8 @@ def verify_tree(
     else:
         walk, bonus = pretend(nodes, logits, sampling.uniform(lengths, COINS, steps) < tier.simulated)
         processed = None if greedy is True else jnp.zeros(walk.path.shape)
-    if tier.branches:
-        cache = cache.commit(this, walk.path)
+    counts = jnp.where(state.done, 0, walk.accepted + 1)
+    cache = cache.commit(this, walk.path, counts, moves=tier.branches)
     failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
     verified = Verified(
         walk,

@@ -17,7 +17,7 @@ from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.decoding.rounds.sampling import Rows, Sampling, TokenCounts, entry
 from eagle3_jax.decoding.rounds.tree import LastTree
 from eagle3_jax.decoding.rounds.unread import Unread
-from eagle3_jax.models.cache import KVCache, Pass
+from eagle3_jax.models.cache import Cache, Pass
 
 # The page that is never read: sequences that have ended write to it.
 TRASH = 0
@@ -90,9 +90,10 @@ class State:
         ends: `num_output` after each round of one `decode`, 0 after rounds that did not run; None if unused.
         last_tree: tree of the last round that each sequence took part in; None if unused.
         observed: what verification computed, for a head that learns from it; else None.
+        states: the slot of each sequence's recurrent state; None where the target has none.
     """
 
-    cache: KVCache
+    cache: Cache
     lengths: Int[Array, " b"]
     root: Int[Array, " b"]
     output: Int[Array, "b m"]
@@ -106,13 +107,14 @@ class State:
     token_counts: TokenCounts | None = None
     logprobs: TokenLogprobs | None = None
     page_table: Int[Array, "b pages"] | None = None
-    draft_cache: KVCache | None = None
+    draft_cache: Cache | None = None
     draft_state: Float[Array, "b h"] | None = None
     history: Int[Array, "b t"] | None = None
     unread: Unread | None = None
     ends: Int[Array, "b rounds"] | None = None
     last_tree: LastTree | None = None
     observed: Observed | None = None
+    states: Int[Array, " b"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -140,15 +142,16 @@ class TokenLogprobs:
 
 # The model axis splits KV heads, and counts of tokens as logits are split. The rest is whole on every device, where
 # every process can read it.
-STATE_SHARDING_RULES = ((r"cache|token_counts", P(None, "model")),)
+STATE_SHARDING_RULES = ((r"cache.*inputs", P(None, None, "model")), (r"cache|token_counts", P(None, "model")))
 
 
 def behind(state: State) -> Pass:
     """Returns the pass of one token behind each sequence. A sequence that has ended owns no pages: its length is 0."""
     if state.page_table is None:
-        return Pass(state.lengths[:, None], state.lengths)
+        return Pass(state.lengths[:, None], state.lengths, states=state.states)
     lengths = jnp.where(state.done, 0, state.lengths)
-    return Pass(lengths[:, None], lengths, pages=jnp.where(state.done[:, None], TRASH, state.page_table))
+    pages = jnp.where(state.done[:, None], TRASH, state.page_table)
+    return Pass(lengths[:, None], lengths, pages=pages, states=state.states)
 
 
 def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Rows, "b stops"]) -> Bool[Array, "b *t"]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.models.cache import KVCache, Pass
+from eagle3_jax.models.cache import Cache, Pass
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -67,11 +67,11 @@ def feed_unread(
     target: TargetModel,
     draft: Draft,
     unread: Unread,
-    cache: KVCache,
+    cache: Cache,
     draft_state: Float[Array, "b h"],
     this: Pass,
     running: Bool[Array, " b"],
-) -> tuple[Unread, KVCache, Float[Array, "b h"]]:
+) -> tuple[Unread, Cache, Float[Array, "b h"]]:
     """Lets the head read what it missed of the running sequences that are not lost.
 
     Args:

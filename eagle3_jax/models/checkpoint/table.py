@@ -79,6 +79,30 @@ def kernel(name: str, *shape: int) -> Entry:
     return Entry({name: shape}, lambda index, x: x[index[::-1]].T, lambda x: (x.T,))
 
 
+def taps(name: str, channels: int, width: int) -> Entry:
+    """Takes a depthwise convolution's kernel: [channels, 1, width] on disk, [width, channels] in memory."""
+    return Entry(
+        {name: (channels, 1, width)}, lambda index, x: x[index[1], :, index[0]][:, 0].T, lambda x: (x.T[:, None],)
+    )
+
+
+def side_by_side(name: str, parts: int, groups: int, size: int) -> Entry:
+    """Fuses projections that lie one behind the other, [parts * out, in], to [in, groups * parts * out / groups].
+
+    Args:
+        size: both `out` and `in`.
+    """
+
+    def part(index: tuple[slice, slice], x: Any) -> Any:  # read whole
+        rows = x[:].reshape(parts, groups, -1, size).swapaxes(0, 1).reshape(parts * size, size)
+        return rows[index[::-1]].T
+
+    def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        return (x.T.reshape(groups, parts, -1, size).swapaxes(0, 1).reshape(parts * size, size),)
+
+    return Entry({name: (parts * size, size)}, part, split)
+
+
 def stacked(names: Sequence[str], *shape: int) -> Entry:
     """Stacks projections of one shape: [out, in] each on disk, [count, in, out] in memory."""
 

@@ -23,7 +23,7 @@ from eagle3_jax.kernels.block_attention import block_attention
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
+from eagle3_jax.models.cache import Cache, LayerPass, Pass
 from eagle3_jax.models.drafts.one_pass import OnePassHead
 from eagle3_jax.models.layers import (
     Scaling,
@@ -227,11 +227,11 @@ class DFlash(OnePassHead):
         tokens: Int[Array, "b t"],
         features: Float[Array, "b t h"],
         this: Pass,
-        cache: KVCache,
-    ) -> tuple[Float[Array, "b r h"], KVCache]:
+        cache: Cache,
+    ) -> tuple[Float[Array, "b r h"], Cache]:
         """See `Head`: writes the context's keys and values. Tokens are not read, and the state is not used."""
         for number, (keys, values) in enumerate(self.context(features, this.positions)):
-            cache = cache.with_layer(number, cache.layer(number).append(keys, values, this))
+            cache = cache.with_layer(number, cache.layers[number].append(keys, values, this))
         return at_row(features, this.row), cache
 
     def rows(
@@ -240,9 +240,9 @@ class DFlash(OnePassHead):
         root: Int[Array, " b"],
         state: Float[Array, "b h"],
         this: Pass,
-        cache: KVCache,
+        cache: Cache,
         drafts: int,
-    ) -> tuple[Float[Array, "b drafts h"], KVCache]:
+    ) -> tuple[Float[Array, "b drafts h"], Cache]:
         """See `OnePassHead`: a block behind the context, whose anchor is the root. The state is not read."""
         c, rows = self.config, drafts + self.first_row
         masks = jnp.full((len(root), rows - 1), c.mask_token_id, root.dtype)
@@ -252,7 +252,7 @@ class DFlash(OnePassHead):
         for number, layer in enumerate(self.layers):
             seen = jnp.tril(jnp.ones(shape, bool)) if c.causal(number) else jnp.ones(shape, bool)
             tail = {"tail_mask": seen, "tail_positions": jnp.broadcast_to(at[:, None], shape)}
-            attend = CachedAttention(dataclasses.replace(this, positions=at, **tail), cache.layer(number))
+            attend = LayerPass(dataclasses.replace(this, positions=at, **tail), cache.layers[number])
             x = layer(x, rope, functools.partial(attend, window=c.window(number)), rows)
             cache = cache.with_layer(number, attend.cache)
         return rms_norm(x, self.norm[...], c.rms_norm_eps)[:, self.first_row :], cache
@@ -261,13 +261,13 @@ class DFlash(OnePassHead):
         """Returns the state, which is normed already."""
         return state
 
-    def empty_cache(self, batch: int, slots: int) -> KVCache:
+    def empty_cache(self, batch: int, slots: int) -> Cache:
         c = self.config
-        return KVCache.empty(len(c.layer_types), batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
+        return Cache.contiguous(len(c.layer_types), batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
 
-    def empty_pages(self, pages: int, page_size: int) -> KVCache:
+    def empty_pages(self, pages: int, page_size: int) -> Cache:
         c = self.config
-        return KVCache.pages(len(c.layer_types), pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
+        return Cache.paged(len(c.layer_types), pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
 
     def rows_of(self, rows: Float[Array, "dv h"]) -> Float[Array, "dv h"]:
         """Returns the LM-head rows, one per draft token; `rows` are the target's rows of these tokens."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.config import DraftTree
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
-from eagle3_jax.models.cache import CachedAttention, KVCache, Pass
+from eagle3_jax.models.cache import Cache, LayerPass, Pass
 from eagle3_jax.models.drafts.levels import Recurrent, Rows
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.models.target_config import ModelConfig
@@ -82,8 +82,8 @@ class Head(nnx.Module):
         tokens: Int[Array, "b t"],
         features: Float[Array, "b t h"],
         this: Pass,
-        cache: KVCache,
-    ) -> tuple[Float[Array, "b r h"], KVCache]:
+        cache: Cache,
+    ) -> tuple[Float[Array, "b r h"], Cache]:
         """Reads pairs (token, feature) behind the committed ones, and appends them to the cache.
 
         Args:
@@ -93,8 +93,8 @@ class Head(nnx.Module):
         Returns:
             The state, as `__call__` returns it, and the cache.
         """
-        attend = CachedAttention(this, cache)
-        return self(embeddings(embed, tokens), features, this, attend), attend.cache
+        own = LayerPass(this, cache.layers[0])
+        return self(embeddings(embed, tokens), features, this, own), cache.with_layer(0, own.cache)
 
     def levels(
         self,
@@ -103,7 +103,7 @@ class Head(nnx.Module):
         root: Int[Array, " b"],
         state: Float[Array, "b h"],
         this: Pass,
-        cache: KVCache,
+        cache: Cache,
         *,
         greedy: bool | Bool[Array, ""],
     ) -> Recurrent | Rows:
@@ -165,13 +165,13 @@ class Head(nnx.Module):
         """Returns log-probabilities (float32) and draft ids of the k best next tokens, best first."""
         return vocabulary_top_k(self.output_hidden(state), self.output_rows, k)
 
-    def empty_cache(self, batch: int, slots: int) -> KVCache:
+    def empty_cache(self, batch: int, slots: int) -> Cache:
         c = self.config
-        return KVCache.empty(1, batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
+        return Cache.contiguous(1, batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
 
-    def empty_pages(self, pages: int, page_size: int) -> KVCache:
+    def empty_pages(self, pages: int, page_size: int) -> Cache:
         c = self.config
-        return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
+        return Cache.paged(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.models.cache import KVCache, Pass
+from eagle3_jax.models.cache import Cache, Pass
 
 
 class Recurrent:
@@ -28,7 +28,7 @@ class Recurrent:
         embed: Float[Array, "v e"] | Quantised,
         draft_state: Float[Array, "b h"],
         this: Pass,
-        cache: KVCache,
+        cache: Cache,
     ) -> None:
         self.cache, self._head, self._embed, self._this = cache, head, embed, this
         self._states, self._depth = draft_state[:, None], 0
@@ -76,7 +76,7 @@ class Rows:
         self,
         head: Any,
         states: Float[Array, "b drafts h"],
-        cache: KVCache,
+        cache: Cache,
         k: int,
         *,
         greedy: bool | Bool[Array, ""],

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
-from eagle3_jax.models.cache import KVCache, Pass
+from eagle3_jax.models.cache import Cache, Pass
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
 from eagle3_jax.models.layers import at_row
 from eagle3_jax.models.target import TargetModel
@@ -41,8 +41,8 @@ class DraftModel(Head):
         tokens: Int[Array, "b t"],
         features: Float[Array, "b t f"],
         this: Pass,
-        cache: KVCache,
-    ) -> tuple[Float[Array, "b r h"], KVCache]:
+        cache: Cache,
+    ) -> tuple[Float[Array, "b r h"], Cache]:
         """See `Head`; the target's embeddings and features are not read."""
         if this.preceding is None:
             behind = dataclasses.replace(this, positions=this.positions + 1, lengths=this.lengths + 1)
@@ -67,8 +67,8 @@ class DraftModel(Head):
     def dtype(self) -> Any:
         return self.model.embed[...].dtype
 
-    def empty_cache(self, batch: int, slots: int) -> KVCache:
+    def empty_cache(self, batch: int, slots: int) -> Cache:
         return self.model.empty_cache(batch, slots)
 
-    def empty_pages(self, pages: int, page_size: int) -> KVCache:
+    def empty_pages(self, pages: int, page_size: int) -> Cache:
         return self.model.empty_pages(pages, page_size)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.config import DraftTree
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k
-from eagle3_jax.models.cache import KVCache, Pass
+from eagle3_jax.models.cache import Cache, Pass
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.drafts.levels import Rows
 
@@ -24,9 +24,9 @@ class OnePassHead(Head):
         root: Int[Array, " b"],
         state: Float[Array, "b h"],
         this: Pass,
-        cache: KVCache,
+        cache: Cache,
         drafts: int,
-    ) -> tuple[Float[Array, "b drafts h"], KVCache]:
+    ) -> tuple[Float[Array, "b drafts h"], Cache]:
         """Runs the pass behind the committed pairs.
 
         Args:
@@ -69,7 +69,7 @@ class OnePassHead(Head):
         root: Int[Array, " b"],
         state: Float[Array, "b h"],
         this: Pass,
-        cache: KVCache,
+        cache: Cache,
         *,
         greedy: bool | Bool[Array, ""],
     ) -> Rows:

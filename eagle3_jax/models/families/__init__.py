@@ -7,7 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from eagle3_jax.models.checkpoint.table import Entry
-from eagle3_jax.models.families import deepseek_v3, gemma3, gpt_oss, llama, llama4, mimo, qwen2, qwen3, qwen3_moe
+from eagle3_jax.models.families import (
+    deepseek_v3,
+    gemma3,
+    gpt_oss,
+    lfm2,
+    llama,
+    llama4,
+    mimo,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from eagle3_jax.models.families.vision import TEXT_OF, architecture, text_values
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.target_config import ModelConfig
@@ -37,6 +48,7 @@ FAMILIES = (
     Family(gpt_oss.GptOssConfig, gpt_oss.GptOss, gpt_oss.table),
     Family(llama4.Llama4Config, llama4.Llama4, llama4.table),
     Family(deepseek_v3.DeepseekV3Config, deepseek_v3.DeepseekV3, deepseek_v3.table, deepseek_v3.unused),
+    Family(lfm2.Lfm2Config, lfm2.Lfm2, lfm2.table),
     Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.unused),
 )
 

@@ -25,12 +25,12 @@ def test_what_was_cancelled_never_runs_again(toy):
     sizes, models = Sizes.plan(3, 64, 16, [VANILLA]), Models.of(toy.target, None)
     state = jax.jit(lambda m: empty_state(m, sizes, [VANILLA], None))(models)
     state = programs.rehearse(state, np.int32(8))
-    before, pages = np.array(state.cache.keys[0]), np.array(state.page_table)[:, 0]
+    before, pages = np.array(state.cache.layers[0].keys), np.array(state.page_table)[:, 0]
     cancelled, nobody = jnp.array([True, False, False]), jnp.zeros(3, bool)
     one, plan = (jnp.int32(1), jnp.int32(3)), RoundPlan(VANILLA, jnp.bool_(True))
     state, narrow = programs.decode(models, state, cancelled, jnp.array([1, 3]), *one, plan)
     state, whole = programs.decode(models, state, nobody, None, *one, plan)
-    after = np.array(state.cache.keys[0])
+    after = np.array(state.cache.layers[0].keys)
     assert [bool((after[page] != before[page]).any()) for page in pages] == [False, True, True]
     assert state.lengths.tolist() == [8, 10, 9] and state.done.tolist() == [True, False, False]
     assert (len(narrow), len(whole)) == (2, 3)
@@ -52,7 +52,7 @@ def test_rounds_of_greedy_requests_and_others_in_one_program_copy_no_cache(toy):
         return jax.tree.leaves(decode.__wrapped__(*jax.tree.unflatten(structure, leaves)))
 
     text = jax.jit(run, donate_argnums=places).lower(*leaves).compile().as_text() or ""
-    caches = [*state.cache.keys, *state.draft_cache.keys]
+    caches = [layer.keys for cache in (state.cache, state.draft_cache) for layer in cache.layers]
     shapes = {f"f32[{','.join(map(str, cache.shape))}]" for cache in caches}
     copies = re.findall(r"(\w+\[[\d,]*\])\S* copy\(", text)
     assert "conditional(" in text and copies and not shapes & set(copies)

@@ -144,7 +144,7 @@ def test_the_kernels_for_tpu_change_no_token(toy, vanilla, name, monkeypatch):
     """Attention of target and head, commits, and the head's choice of tokens as Pallas kernels, interpreted; with
     caches as a TPU has them, heads side by side."""
     monkeypatch.setattr(packed_heads, "default_implementation", lambda: "pallas")
-    assert toy.target.empty_cache(1, 16).keys[0].shape[-1] == 128
+    assert toy.target.empty_cache(1, 16).layers[0].keys.shape[-1] == 128
     for place, kernel in (
         ("cache.tree_attention", tree_attention),
         ("cache.commit", commit),

@@ -85,9 +85,10 @@ def test_it_wakes_as_if_it_had_never_rested(toy, tree, kind):
     fresh = begin(toy.target, draft, jnp.asarray(texts), state.lengths, COPIES)
     np.testing.assert_array_equal(fresh.root, state.root)
     np.testing.assert_allclose(fresh.draft_state, state.draft_state, atol=2e-5)
-    for ours, expected in ((state.draft_cache.keys, fresh.draft_cache.keys), (state.cache.keys, fresh.cache.keys)):
+    for ours, expected in ((state.draft_cache, fresh.draft_cache), (state.cache, fresh.cache)):
         for row, length in enumerate(state.lengths):
-            np.testing.assert_allclose(ours[0][row, :, :length], expected[0][row, :, :length], atol=2e-5)
+            got, wanted = (cache.layers[0].keys[row, :, :length] for cache in (ours, expected))
+            np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
 def test_what_outgrows_the_buffer_is_lost_and_nothing_else():
@@ -117,10 +118,10 @@ def test_a_head_wakes_for_those_that_run_and_writes_to_no_other_s_pages(toy, pla
     sizes, models = Sizes.plan(3, 64, 16, every), Models.of(toy.target, toy.good)
     state = jax.jit(lambda m: empty_state(m, sizes, every, None))(models)
     state = programs.rehearse(state, np.int32(8))
-    before, pages = np.asarray(state.draft_cache.keys[0]), np.asarray(state.page_table)[:, 0]
+    before, pages = np.asarray(state.draft_cache.layers[0].keys), np.asarray(state.page_table)[:, 0]
     woken = None if places is None else jnp.array(places, jnp.int32)
     state = programs.catch_up(models, state, jnp.array([True, False, False]), woken)
-    written = [bool((np.asarray(state.draft_cache.keys[0])[page] != before[page]).any()) for page in pages]
+    written = [bool((np.asarray(state.draft_cache.layers[0].keys)[page] != before[page]).any()) for page in pages]
     assert written == [False, True, places is None]
     assert state.unread.count.tolist() == [8, 0, 8 * (places is not None)]
     assert state.done.tolist() == [True, False, False]

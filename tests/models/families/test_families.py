@@ -19,14 +19,17 @@ from transformers import AutoConfig
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.kernels.linear.layouts import dense
-from eagle3_jax.mesh import make_mesh, parameter_path
+from eagle3_jax.mesh import make_mesh, parameter_path, shardings
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model
 from eagle3_jax.models.drafts import deepseek_mtp
 from eagle3_jax.models.families import FAMILIES, family_of, read_shape
+from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import is_quantised
+from eagle3_jax.models.states import target_states
 from eagle3_jax.models.target import TargetModel
+from eagle3_jax.sequence import Split
 
 TOKENS = 24
 VOCABULARY = 96
@@ -109,6 +112,12 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 32.0]), "beta_fast": 32.0, "beta_slow": 1.0}
         yarn |= {"truncate": draw.random() < 0.5, "original_max_position_embeddings": draw.choice([16, 4096])}
         values["rope_parameters"] = yarn | {"rope_theta": values.pop("rope_theta")}
+    if architecture == "Lfm2ForCausalLM":
+        layers = values["num_hidden_layers"]
+        kinds = ["full_attention", *(draw.choice(["conv", "conv", "full_attention"]) for _ in range(layers - 1))]
+        draw.shuffle(kinds)
+        values |= {"layer_types": kinds, "conv_L_cache": draw.choice([2, 3, 4]), "norm_eps": values.pop("rms_norm_eps")}
+        values |= {"block_auto_adjust_ff_dim": draw.random() < 0.5, "block_multiple_of": 8}
     if architecture == "DeepseekV3ForCausalLM":
         groups, size = draw.choice([1, 2, 3, 4]), draw.choice([2, 3, 4])
         best = draw.randint(1, groups)
@@ -174,7 +183,8 @@ def cached(model: TargetModel, tokens: jax.Array, sizes: list[int]) -> tuple[jax
     for size in sizes:
         positions = jnp.broadcast_to(start + jnp.arange(size), (len(tokens), size))
         lengths = jnp.full(len(tokens), start, jnp.int32)
-        hidden, aux, cache = forward(model, tokens[:, start : start + size], Pass(positions, lengths), cache)
+        this = Pass(positions, lengths, counts=jnp.full(len(tokens), size))
+        hidden, aux, cache = forward(model, tokens[:, start : start + size], this, cache)
         found.append((model.logits(hidden), aux))
         start += size
     logits, aux = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
@@ -221,12 +231,32 @@ def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path, architecture)
     starts = jnp.where(jnp.arange(2 * TOKENS) < first, 0, first)[None]
     positions = jnp.arange(2 * TOKENS)[None] - starts
     lengths = jnp.zeros(1, jnp.int32)
-    packed = model(tokens, Pass(positions, lengths, starts=starts), model.empty_cache(1, 2 * TOKENS))
+    this = Pass(positions, lengths, starts=starts, counts=jnp.full(1, 2 * TOKENS))
+    packed = model(tokens, this, model.empty_cache(1, 2 * TOKENS))
     for document in (slice(0, first), slice(first, None)):
         own, at = tokens[:, document], positions[:, document]
-        alone = model(own, Pass(at, lengths), model.empty_cache(1, own.shape[1]))
+        alone = model(own, Pass(at, lengths, counts=jnp.full(1, own.shape[1])), model.empty_cache(1, own.shape[1]))
         for got, expected in zip(packed[:2], alone[:2], strict=True):
             np.testing.assert_allclose(got[:, document], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_convolution_reads_into_the_piece_before(tmp_path):
+    """Rows split along their length over two devices, a document across the cut and one behind it."""
+    write_reference(tmp_path, "Lfm2ForCausalLM", 0)
+    model = load_model(tmp_path, fetch.read_config(tmp_path, (0, 1)), jnp.float32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (2, 16)), jnp.int32)
+    segments = jnp.asarray([[1] * 5 + [2] * 5 + [3] * 6, [1] * 16], jnp.int32)
+    expected = target_states(model, tokens, segments)
+    mesh = make_mesh(MeshConfig(data=2, model=1), jax.devices()[:2])
+    split = Split.of(mesh, 2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(model, shardings(model, mesh, SHARDING_RULES))
+        got = jax.jit(lambda model: target_states(model, split.cut(tokens), split.cut(segments), split))(placed)
+        whole = jax.jit(lambda x: jax.tree.map(split.joined, x))(got)
+    for mine, other in zip(whole[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(mine.astype(jnp.float32), other.astype(jnp.float32), atol=2e-2, rtol=2e-2)
+    np.testing.assert_array_equal(whole[2], expected[2])
 
 
 @pytest.mark.slow
@@ -269,7 +299,12 @@ def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
     cache, tokens, read = model.empty_cache(2, TOKENS), jnp.asarray(prompts), 0
     while tokens.shape[1] < TOKENS:
         positions = jnp.broadcast_to(jnp.arange(read, tokens.shape[1]), (2, tokens.shape[1] - read))
-        hidden, _, cache = forward(model, tokens[:, read:], Pass(positions, jnp.full(2, read, jnp.int32)), cache)
+        hidden, _, cache = forward(
+            model,
+            tokens[:, read:],
+            Pass(positions, jnp.full(2, read, jnp.int32), counts=jnp.full(2, positions.shape[1])),
+            cache,
+        )
         read, best = tokens.shape[1], jnp.argmax(model.logits(hidden[:, -1:]), axis=-1)
         tokens = jnp.concatenate([tokens, best.astype(tokens.dtype)], axis=1)
     np.testing.assert_array_equal(tokens, expected)
@@ -391,9 +426,12 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     model = load_model(tmp_path, fetch.read_config(tmp_path, (0, 1)), jnp.float32)
     rng = np.random.default_rng(0)
     prefix, a, b = (rng.integers(0, VOCABULARY, size) for size in (9, 3, 12))  # the last is longer than any window
-    cache = model.empty_cache(1, TOKENS)
+    cache = model.empty_cache(1, TOKENS, 16)
     _, _, cache = forward(
-        model, jnp.asarray(prefix)[None, :-1], Pass(jnp.arange(8)[None], jnp.zeros(1, jnp.int32)), cache
+        model,
+        jnp.asarray(prefix)[None, :-1],
+        Pass(jnp.arange(8)[None], jnp.zeros(1, jnp.int32), counts=jnp.full(1, 8)),
+        cache,
     )
     tree = jnp.asarray([prefix[-1], *a, *b])[None]  # the root, then both branches
     positions = jnp.asarray([*range(8, 12), *range(9, 21)])[None]

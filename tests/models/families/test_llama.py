@@ -166,7 +166,7 @@ def test_tree_branches_equal_separate_sequences(tiny):
             np.testing.assert_allclose(hidden[b, node], expected_hidden[0, -1], atol=1e-5)
             np.testing.assert_allclose(aux[b, node], expected_aux[0, -1], atol=1e-5)
     # Committing the path 0 -> 2 -> 5 leaves the cache as if only that path had ever been appended.
-    committed = cache.commit(this, jnp.asarray([[0, 2, 5]] * 2))
+    committed = cache.commit(this, jnp.asarray([[0, 2, 5]] * 2), jnp.full(2, 3))
     after = jnp.asarray(rng.integers(0, 97, (2, 1)))
     new_lengths = jnp.asarray(lengths + 3)
     hidden, _, _ = forward(tiny, after, Pass(new_lengths[:, None], new_lengths), committed)
