@@ -147,7 +147,7 @@ def answer(tokenizer: Any, ids: list[int], **params: Any) -> tuple[Output, str]:
     request = Request(Driver(), tokenizer, [258], SamplingParams(max_tokens=len(ids), **params), len(ids), 0)
     pieces, stream = [], iter(request)
     for place, token in enumerate(ids, 1):
-        ending = request.take(Progress([token], [0], None, place == len(ids), False, 1, 0, 0, [], []), frozenset({1}))
+        ending = request.take(Progress([token], [0], place == len(ids), False, [], rounds=1), frozenset({1}))
         if ending is not None:
             request.publish(request.finish(*ending))
         pieces.append(next(stream).text)
@@ -219,7 +219,7 @@ def test_a_request_streams_both_and_stops_in_the_answer_alone(tokenizer, stop):
     pieces, stream = [], iter(request)
     for place, token in enumerate(ids, 1):
         done = place == len(ids)
-        progress = Progress([token], [0], None, done, False, 1, 0, 0, [], [])
+        progress = Progress([token], [0], done, False, [], rounds=1)
         if ending := request.take(progress, frozenset({ids[-1]})):
             request.publish(request.finish(*ending))
         pieces.append(next(stream))
