@@ -10,7 +10,6 @@ import sys
 import types
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,13 +19,10 @@ sys.path.insert(0, str(tiny.REPOSITORY / "tools"))
 
 import tpu_first_run
 from tpu.cases import CASES, Call, GroupedProduct
-from tpu.first_run import device, kernels, lines, resume, sizes, tokens
-from tpu.topology import CHIPS
+from tpu.first_run import device, kernels, lines, resume, tokens
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.compare import Tally
-
-V6E = CHIPS["v6e"]
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
@@ -57,14 +53,6 @@ def test_a_failing_check_is_a_line_and_the_lines_before_it_stay():
     assert (last.name, last.verdict, last.got) == ("all of it", "WRONG", "ValueError: head: got none")
 
 
-def test_predictions_are_the_larger_of_bytes_and_operations():
-    assert lines.predict(V6E, read=1638e9) == pytest.approx(1)
-    assert lines.predict(V6E, read=1638e9, operations=2 * 918e12, devices=4) == pytest.approx(0.5)
-    assert lines.predict(None, read=1) is None
-    assert lines.chip_of(types.SimpleNamespace(device_kind="TPU v6 lite")) == V6E
-    assert lines.chip_of(jax.devices("cpu")[0]) is None
-
-
 def test_collectives_are_predicted_by_their_way_around_the_chips():
     """Eight chips of a 2 x 4 slice in a ring, and the pairs of its other axis."""
     places = [(x, y, 0) for y in range(4) for x in range(2)]
@@ -82,13 +70,6 @@ def test_collectives_are_predicted_by_their_way_around_the_chips():
         1 / 2 * (1 << 30) / 180e9 + 1e-6, rel=1e-3
     )
     assert lines.predict_collective("all-gather", 8, "data", pairs) == pytest.approx(3e-6, rel=1e-3)
-
-
-def test_what_the_compiler_writes_in_another_way_predicts_nothing():
-    mesh: Any = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(device_kind="TPU v6 lite")]))
-    compiled = types.SimpleNamespace(as_text=lambda: "no program")
-    lowered: Any = types.SimpleNamespace(compile=lambda: compiled)
-    assert lines.predict_program(lowered, mesh, rounds=False) is None
 
 
 def test_a_kernel_s_time_is_predicted_by_the_compiler_s_cycles_where_they_are_known():
@@ -153,26 +134,7 @@ def test_memory_is_the_chip_s(monkeypatch, limit, used, verdict):
     assert device.memory(chip).verdict == verdict
 
 
-def test_what_does_not_fit_a_chip_is_left_out():
-    def on(limit: int | None) -> Any:
-        chip = types.SimpleNamespace(memory_stats=lambda: limit and {"bytes_limit": limit})
-        return types.SimpleNamespace(size=4, local_devices=[chip])
-
-    module = [jax.ShapeDtypeStruct((1000,), jnp.bfloat16)]
-    assert sizes.does_not_fit(module, on(1000)) is None and sizes.does_not_fit(module, on(None)) is None
-    assert "GiB a device" in str(sizes.does_not_fit(module, on(600)))
-    assert sizes.does_not_fit(module, on(1000), copies=2)
-
-
 # ------------------------------------------------------------------------------------------------------------- the tool
-@pytest.mark.parametrize("words", [["--stages", "device,kernel"], ["--output", "figures.txt"], ["--smal"]])
-def test_wrong_arguments_end_with_status_2(words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tpu_first_run.py", *words])
-    with pytest.raises(SystemExit, match="2"):
-        tpu_first_run.main()
-    assert words[0] in capsys.readouterr().err
-
-
 def test_a_stage_that_crashes_or_hangs_is_told_with_its_last_words(tmp_path, monkeypatch):
     log = tmp_path / "log"
     crash = [sys.executable, "-c", "import os, sys; print('no chips', file=sys.stderr, flush=True); os.abort()"]

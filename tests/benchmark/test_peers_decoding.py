@@ -1,5 +1,6 @@
 """tools/peers_decoding.py: what it asks of another engine, what it makes of the answers, and what it refuses."""
 
+import argparse
 import importlib
 import json
 import pathlib
@@ -24,36 +25,25 @@ def test_the_fastest_turn_counts_and_equal_answers_are_counted(peers):
     assert said == "| none | 8 | 4.0 | 2.0 | 2.00 | 1/2 |"
 
 
-def test_llama_cpp_is_asked_for_greedy_answers_of_the_same_prompts(peers, tmp_path):
-    python, gguf = tmp_path / "python", tmp_path / "model.gguf"
+def test_both_engines_are_asked_for_the_same(peers, tmp_path, monkeypatch):
+    python = tmp_path / "python"
     python.write_text(
         f"#!{sys.executable}\nimport json, sys\nrequest = json.load(sys.stdin)\nprint('a line of its log')\n"
-        "print(json.dumps({'answers': request['prompts'], 'seconds': [1.0], 'asked': request, 'by': sys.argv[1]}))\n"
+        "print(json.dumps({'asked': request, 'by': sys.argv[1]}))\n"
     )
     python.chmod(0o755)
-    gguf.touch()
-    arguments = peers.parsed(["--llama-cpp", str(python), "--gguf", str(gguf)])
-    found = peers.in_llama_cpp(arguments, "target", peers.CHAIN, 8)
-    asked = found["asked"]
-    assert found["by"].endswith("peers/llama_cpp.py")
-    assert found["answers"] == peers.golden_prompts(8) and len(found["answers"]) == 8
-    assert (asked["gguf"], asked["max_tokens"], asked["batch_size"]) == (str(gguf), 64, 8)
+    monkeypatch.setattr(sys, "executable", str(python))
+    arguments = argparse.Namespace(
+        draft="auto", weights="stored", dtype="float32", llama_cpp=str(python), gguf="x.gguf"
+    )
+    theirs, mine = (ask(arguments, peers.CHAIN, 8) for ask in (peers.in_llama_cpp, peers.ours))
+    assert theirs["by"].endswith("peers/llama_cpp.py") and mine["by"].endswith("peers_decoding.py")
+    assert theirs["asked"]["prompts"] == mine["asked"]["prompts"] == peers.golden_prompts(8)
+    assert (theirs["asked"]["gguf"], theirs["asked"]["max_tokens"], theirs["asked"]["batch_size"]) == ("x.gguf", 64, 8)
+    assert (mine["asked"]["target"], mine["asked"]["draft"], mine["asked"]["chain"]) == (peers.TARGET, "auto", True)
     python.write_text("#!/bin/sh\necho no such model >&2; exit 3\n")
     with pytest.raises(SystemExit, match=r"status 3\nno such model"):
-        peers.in_llama_cpp(arguments, "target", peers.NONE, 1)
-
-
-def test_this_engine_runs_the_target_and_drafts_that_were_asked_for(peers, monkeypatch):
-    monkeypatch.setattr(peers, "_answer", lambda command: command)
-    arguments = peers.parsed(["--vllm", sys.executable, "--draft", "auto", "--weights", "stored"])
-    chain, choice, none = (
-        peers.ours(arguments, "folder", drafts, 1) for drafts in (peers.CHAIN, peers.CHOICE, peers.NONE)
-    )
-    assert chain == [*choice, "--chain"] and choice == [*none, "--draft", "auto"]
-    child = peers.parsed(chain[2:])
-    assert (child.child, child.batch, child.weights, child.target) == (True, 1, "stored", "smollm2-135m-instruct")
-    floats = peers.parsed(["--vllm", sys.executable])
-    assert peers.parsed(peers.ours(floats, "folder", peers.NONE, 8)[2:]).target == "folder"
+        peers.in_llama_cpp(arguments, peers.NONE, 1)
 
 
 def test_the_process_asks_llama_cpp_s_own_api_for_token_ids(monkeypatch, tmp_path):

@@ -8,7 +8,6 @@ groups name axes whatever the devices' places are.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -16,7 +15,7 @@ import multiprocessing
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -226,15 +225,6 @@ def collectives(
     return found
 
 
-def summary(found: Sequence[Collective]) -> dict[tuple[tuple[str, ...], bool], tuple[int, int]]:
-    """Sums collectives: (axes, in a loop) -> (how many run, their bytes on a device)."""
-    total: dict[Any, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
-    for x in found:
-        count, size = total[x.axes, x.in_loop]
-        total[x.axes, x.in_loop] = count + x.times, size + x.times * x.bytes
-    return dict(total)
-
-
 def arrays(type_: str) -> list[tuple[int, int]]:
     """Lists a type's arrays: bytes without padding, and memory space (0: HBM, 1: VMEM)."""
     found = []
@@ -255,7 +245,7 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def optimised(lowered: Any) -> str:
-    """Compiles a lowered program for a TPU, and returns its HLO text, with XLA's estimates of cycles.
+    """Compiles a lowered program for a TPU, and returns its HLO text.
 
     `as_text` fails on operations that a newer libtpu made than JAX can read, so the compiler itself writes it.
     """
