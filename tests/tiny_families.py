@@ -44,6 +44,13 @@ OWN: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "Lfm2ForCausalLM": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    "Lfm2MoeForCausalLM": {
+        "full_attn_idxs": [1],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "MiMoForCausalLM": {"attention_bias": True},
 }
 

@@ -49,6 +49,7 @@ FAMILIES = (
     Family(llama4.Llama4Config, llama4.Llama4, llama4.table),
     Family(deepseek_v3.DeepseekV3Config, deepseek_v3.DeepseekV3, deepseek_v3.table, deepseek_v3.unused),
     Family(lfm2.Lfm2Config, lfm2.Lfm2, lfm2.table),
+    Family(lfm2.Lfm2MoeConfig, lfm2.Lfm2, lfm2.table),
     Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.unused),
 )
 

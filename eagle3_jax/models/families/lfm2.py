@@ -1,6 +1,7 @@
-"""LFM2 and LFM2.5, dense: short convolutions in most layers, grouped-query attention with normed heads in the others.
+"""LFM2 and LFM2.5: short convolutions in most layers, grouped-query attention with normed heads in the others.
 
-Source: transformers' models/lfm2. A convolution's past is its last inputs, one slot for each sequence.
+Dense, or with experts in all layers but the first ones. A convolution's past is its last inputs, one slot for each
+sequence. Source: transformers' models/lfm2 and models/lfm2_moe.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import ConvolutionCache, LayerCache, LayerPass
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv, side_by_side, taps
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv, side_by_side, stacked, taps
+from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import qwen3
-from eagle3_jax.models.layers import SwiGLU, normal, ones, rms_norm
+from eagle3_jax.models.layers import SwiGLU, normal, ones, rms_norm, zeros
 from eagle3_jax.models.target import Rope, TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 
@@ -79,6 +83,65 @@ class Lfm2Config(ModelConfig):
         return super().to_hf() | named | {"layer_types": list(self.layer_types)}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lfm2MoeConfig(Lfm2Config):
+    """Shape of an LFM2 with experts; `intermediate_size` is that of the layers without.
+
+    Attributes:
+        num_dense_layers: the first layers, which have no experts.
+    """
+
+    architecture: ClassVar[str] = "Lfm2MoeForCausalLM"
+    model_type: ClassVar[str] = "lfm2_moe"
+    supported: ClassVar[dict[str, Any]] = Lfm2Config.supported | {"use_expert_bias": True}
+
+    num_dense_layers: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+        """See `Lfm2Config`; widths stand as they are."""
+        return super().from_hf(values | {"block_auto_adjust_ff_dim": False}, aux_layers)
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        problems += [f"{name}: missing" for name in needed if values.get(name) is None]
+        found = {name: values.get(name) for name in needed} | {
+            "num_dense_layers": values.get("num_dense_layers", 2),
+            "norm_topk_prob": values.get("norm_topk_prob", True),
+            "routed_scaling_factor": values.get("routed_scaling_factor", 1.0),
+        }
+        return super().own(values, problems) | found
+
+
+class SparseMLP(nnx.Module):
+    """Routed experts; `router` [hidden, experts], `router_bias` [experts].
+
+    The best by sigmoid scores plus the bias; their weights are the scores without it.
+    """
+
+    def __init__(self, config: Lfm2MoeConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.chosen, self.normalised, self.scale = c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor
+        self.router = normal((c.hidden_size, c.num_experts), dtype, rngs)
+        self.router_bias = zeros(c.num_experts, jnp.float32)  # bfloat16 is too coarse to tell experts apart
+        self.experts = Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        scores = jax.nn.sigmoid(linear(x.astype(jnp.float32), self.router[...]))
+        _, chosen = jax.lax.top_k(scores + self.router_bias[...][None, None], self.chosen)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.normalised:
+            weights /= weights.sum(axis=-1, keepdims=True) + 1e-6
+        return self.experts(x, chosen, weights * self.scale)
+
+
 class ShortConvolution(nnx.Module):
     """o(C * convolution of (B * y)), with B, C and y from one projection.
 
@@ -114,9 +177,12 @@ class ConvolutionBlock(nnx.Module):
 
 
 def _block(config: Lfm2Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.Module:
+    block: Any = qwen3.Block(config, layer, dtype=dtype, rngs=rngs)
     if config.layer_types[layer] == CONVOLUTION:
-        return ConvolutionBlock(config, dtype=dtype, rngs=rngs)
-    return qwen3.Block(config, layer, dtype=dtype, rngs=rngs)
+        block = ConvolutionBlock(config, dtype=dtype, rngs=rngs)
+    if isinstance(config, Lfm2MoeConfig) and layer >= config.num_dense_layers:
+        block.mlp = SparseMLP(config, dtype=dtype, rngs=rngs)
+    return block
 
 
 class Lfm2(TargetModel):
@@ -145,10 +211,20 @@ def table(config: Lfm2Config) -> dict[str, Entry]:
         entries |= {
             f"{path}/input_norm": plain(f"{source}.operator_norm.weight", h),
             f"{path}/post_norm": plain(f"{source}.ffn_norm.weight", h),
-            f"{path}/mlp/gate": kernel(f"{source}.feed_forward.w1.weight", f, h),
-            f"{path}/mlp/up": kernel(f"{source}.feed_forward.w3.weight", f, h),
-            f"{path}/mlp/down": kernel(f"{source}.feed_forward.w2.weight", h, f),
         }
+        mlp, names = f"{source}.feed_forward", {"gate": "w1", "up": "w3", "down": "w2"}
+        if isinstance(c, Lfm2MoeConfig) and i >= c.num_dense_layers:
+            entries[f"{path}/mlp/router"] = kernel(f"{mlp}.gate.weight", c.num_experts, h)
+            entries[f"{path}/mlp/router_bias"] = plain(f"{mlp}.expert_bias", c.num_experts)
+            size = c.moe_intermediate_size
+            for name, theirs in names.items():
+                each = [f"{mlp}.experts.{expert}.{theirs}.weight" for expert in range(c.num_experts)]
+                shape = (h, size) if name == "down" else (size, h)
+                entries[f"{path}/mlp/experts/expert_{name}"] = stacked(each, *shape)
+        else:
+            for name, theirs in names.items():
+                shape = (h, f) if name == "down" else (f, h)
+                entries[f"{path}/mlp/{name}"] = kernel(f"{mlp}.{theirs}.weight", *shape)
         if kind == ATTENTION:
             attention = f"{source}.self_attn"
             entries |= {

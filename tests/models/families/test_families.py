@@ -112,12 +112,19 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 32.0]), "beta_fast": 32.0, "beta_slow": 1.0}
         yarn |= {"truncate": draw.random() < 0.5, "original_max_position_embeddings": draw.choice([16, 4096])}
         values["rope_parameters"] = yarn | {"rope_theta": values.pop("rope_theta")}
-    if architecture == "Lfm2ForCausalLM":
+    if architecture.startswith("Lfm2"):
         layers = values["num_hidden_layers"]
         kinds = ["full_attention", *(draw.choice(["conv", "conv", "full_attention"]) for _ in range(layers - 1))]
         draw.shuffle(kinds)
         values |= {"layer_types": kinds, "conv_L_cache": draw.choice([2, 3, 4]), "norm_eps": values.pop("rms_norm_eps")}
-        values |= {"block_auto_adjust_ff_dim": draw.random() < 0.5, "block_multiple_of": 8}
+        count = draw.choice([4, 6, 8])
+        values |= (
+            {"block_auto_adjust_ff_dim": draw.random() < 0.5, "block_multiple_of": 8}
+            if architecture == "Lfm2ForCausalLM"
+            else {"num_dense_layers": draw.choice([0, 1, 2]), "num_experts": count, "moe_intermediate_size": 20}
+            | {"num_experts_per_tok": draw.choice([1, 2, count]), "norm_topk_prob": draw.random() < 0.5}
+            | {"routed_scaling_factor": draw.choice([1.0, 2.5])}
+        )
     if architecture == "DeepseekV3ForCausalLM":
         groups, size = draw.choice([1, 2, 3, 4]), draw.choice([2, 3, 4])
         best = draw.randint(1, groups)
@@ -150,10 +157,12 @@ def make_reference(architecture: str, values: dict[str, Any], seed: int) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):  # ones, zeros: a mistake in them would not show
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):  # routers of zeros by default
+            if name.endswith(
+                ("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight")
+            ):  # routers of zeros by default
                 parameter.copy_(0.5 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
