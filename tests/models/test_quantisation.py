@@ -26,9 +26,9 @@ WORDS = np.random.default_rng(0).integers(0, 60, (2, 12))
 def logits(model):
     tokens = jnp.asarray(WORDS, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _, _ = model(
-        tokens, Pass(positions, jnp.zeros(len(tokens), jnp.int32)), model.empty_cache(len(tokens), 128)
-    )
+    counts = jnp.full(len(tokens), tokens.shape[1])
+    this = Pass(positions, jnp.zeros(len(tokens), jnp.int32), counts=counts)
+    hidden, _, _ = model(tokens, this, model.empty_cache(len(tokens), 128))
     return model.logits(hidden)
 
 

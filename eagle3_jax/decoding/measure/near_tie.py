@@ -65,7 +65,8 @@ def _logits(target: TargetModel, tokens: Int[Array, "1 t"], last: Int[Array, ""]
             as in verification.
     """
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _, cache = target(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), target.empty_cache(1, tokens.shape[1]))
+    whole = Pass(positions, jnp.zeros(1, jnp.int32), counts=last[None])
+    hidden, _, cache = target(tokens, whole, target.empty_cache(1, tokens.shape[1]))
     if alone:
         hidden, _, _ = target(tokens[:, last][None], Pass(last[None, None], last[None]), cache)
         return target.logits(hidden)[0, 0]
