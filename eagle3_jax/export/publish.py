@@ -20,11 +20,11 @@ from eagle3_jax.formats.forms import EAGLE3_JAX
 from eagle3_jax.formats.kind import DraftKind
 from eagle3_jax.models.checkpoint.fetch import split_revision
 from eagle3_jax.runs import disk, manifest
+from eagle3_jax.training.kinds import choice
 
 CARD = "README.md"
 _TEMPLATE = pathlib.Path(__file__).with_name("card.md")  # Jinja
 _TRAINING = ("epochs", "learning_rate", "batch_size", "row_length")
-_EAGLE, _BLOCK = ("ttt_steps", "step_decay"), ("anchors", "block_weights")
 
 
 def push(config: RunConfig, repository: str, *, upload: bool) -> str:
@@ -106,7 +106,8 @@ def card(
     )
     trees = [way["tree"] for way in _of_heads(report).values() if isinstance(way["tree"], dict)]
     steps = block or max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # chains
-    settings = (*_TRAINING, *(_EAGLE if block is None else _BLOCK))
+    training = choice.named(kind.name)
+    settings = (*_TRAINING, *(training.settings if training else ()))
     values = {
         "about": about,
         "answered": _results(stages, "regenerate")["train"],

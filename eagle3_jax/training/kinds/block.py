@@ -22,6 +22,7 @@ _REPLAYED = 64
 class BlockHead(Kind):
     """A block head; its LM head is the target's where the draft vocabulary is, else its own."""
 
+    settings = ("anchors", "block_weights")
     shape: BlockHeadConfig
 
     @classmethod

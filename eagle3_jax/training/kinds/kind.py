@@ -31,6 +31,7 @@ class Kind(abc.ABC):
 
     Attributes:
         name: the kind's name in `draft.kind`.
+        settings: options of `train` that shape its loss, for the model card.
         lives: whether a head that serves learns by it (`serve.adapt`).
         shape: config of the head.
         train: options of the training.
@@ -39,6 +40,7 @@ class Kind(abc.ABC):
     """
 
     name: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]] = ("ttt_steps", "step_decay")
     lives: ClassVar[bool] = True
     shape: Any
     train: TrainConfig
