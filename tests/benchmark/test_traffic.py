@@ -127,19 +127,30 @@ def test_a_broken_connection_is_no_timing():
 
 
 def test_a_closed_loop_keeps_all_clients_busy_and_the_order():
-    running, most, prompts = 0, [], [{"messages": [], "category": str(i)} for i in range(23)]
+    prompts = [{"messages": [], "category": str(i)} for i in range(9)]
 
-    async def ask(prompt: traffic.Prompt) -> Timing:
-        nonlocal running
-        running += 1
-        most.append(running)
-        await asyncio.sleep(0.001 * (int(prompt["category"]) % 3))
-        running -= 1
-        return Timing(prompt["category"], 0.0)
+    async def main() -> None:
+        answered, sent = [asyncio.Event() for _ in prompts], []
 
-    found = asyncio.run(traffic.closed_loop(ask, prompts, 5))
-    assert [timing.category for timing in found] == [str(i) for i in range(23)]
-    assert max(most) == 5 and most.count(5) > 10
+        async def ask(prompt: traffic.Prompt) -> Timing:
+            sent.append(int(prompt["category"]))
+            await answered[int(prompt["category"])].wait()
+            return Timing(prompt["category"], 0.0)
+
+        async def settle() -> list[int]:
+            for _ in range(20):  # turns of the loop: no clock decides
+                await asyncio.sleep(0)
+            return sent
+
+        loop = asyncio.create_task(traffic.closed_loop(ask, prompts, 5))
+        assert await settle() == [0, 1, 2, 3, 4]
+        answered[2].set()
+        assert await settle() == [0, 1, 2, 3, 4, 5]
+        for event in answered:
+            event.set()
+        assert [timing.category for timing in await loop] == [str(i) for i in range(9)]
+
+    asyncio.run(main())
 
 
 def test_arrivals_at_random_wait_for_nobody_and_come_at_the_rate():
