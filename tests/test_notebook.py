@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 import site
 import subprocess
 import sys
@@ -18,12 +19,16 @@ def cells(kind: str) -> list[str]:
     return ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
 
 
-def test_it_is_a_notebook_without_outputs():
+def test_it_shows_what_its_cells_printed_when_they_ran_in_order():
     held = json.loads(NOTEBOOK.read_text())
     assert (held["nbformat"], held["metadata"]["kernelspec"]["name"]) == (4, "python3")
     assert len({cell["id"] for cell in held["cells"]}) == len(held["cells"])
-    for cell in held["cells"]:
-        assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None)
+    ran = [cell for cell in held["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in ran] == list(range(1, len(ran) + 1))
+    outputs = [output for cell in ran for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} == {"stream", "display_data"}
+    texts = "".join(json.dumps(output) for output in outputs if output["output_type"] == "stream")
+    assert not re.search(r"/(root|home|tmp|work|usr)/|Traceback", texts)
     for number, source in enumerate(cells("code")):
         compile(source, f"cell {number}", "exec")
 
