@@ -20,7 +20,6 @@ from eagle3_jax.formats.forms import EAGLE3_JAX
 from eagle3_jax.formats.kind import DraftKind
 from eagle3_jax.models.checkpoint.fetch import split_revision
 from eagle3_jax.runs import disk, manifest
-from eagle3_jax.training.kinds import choice
 
 CARD = "README.md"
 _TEMPLATE = pathlib.Path(__file__).with_name("card.md")  # Jinja
@@ -106,6 +105,8 @@ def card(
     )
     trees = [way["tree"] for way in _of_heads(report).values() if isinstance(way["tree"], dict)]
     steps = block or max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # chains
+    from eagle3_jax.training.kinds import choice  # needs the extra `train`, which `export --from` does not
+
     training = choice.named(kind.name)
     settings = (*_TRAINING, *(training.settings if training else ()))
     values = {
