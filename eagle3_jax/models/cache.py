@@ -149,10 +149,9 @@ class ConvolutionCache:
         last = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, h, 0))(
             jnp.concatenate([before, inputs], axis=1), this.counts
         )
+        # Of rows that are one prompt's, the last one counts.
         read, row = this.counts > 0, jnp.arange(b)
-        later = (
-            (slots[None] == slots[:, None]) & (row[None] > row[:, None]) & read[None]
-        )  # of rows that are one prompt's the last counts
+        later = (slots[None] == slots[:, None]) & (row[None] > row[:, None]) & read[None]
         at = jnp.where(read & ~later.any(axis=1), slots, len(self.inputs))
         kept = self.inputs.at[at, :h].set(last.astype(self.inputs.dtype), mode="drop")
         return convolved(before, inputs, kernel, this.positions), dataclasses.replace(self, inputs=kept)
@@ -242,11 +241,6 @@ class Cache:
 
     def with_layer(self, index: int, own: LayerCache) -> Cache:
         return Cache((*self.layers[:index], own, *self.layers[index + 1 :]))
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether a layer keeps a state for each sequence, beside pages."""
-        return any(isinstance(layer, ConvolutionCache) for layer in self.layers)
 
     @property
     def of_keys(self) -> KVCache:

@@ -55,7 +55,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
         last_tree=LastTree.empty(batch, tail),
     )
-    if state.cache.recurrent:
+    if target.config.recurrent:
         state = dataclasses.replace(state, states=jnp.arange(batch))
     if draft is not None and not all(tier.head for tier in tiers):
         width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
