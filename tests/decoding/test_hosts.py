@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import queue
 import signal
 import socket
 import threading
@@ -20,7 +20,7 @@ from eagle3_jax.decoding.device import calls
 from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.decoding.hosts import row, wire
+from eagle3_jax.decoding.hosts import api, row, wire
 from eagle3_jax.decoding.hosts.api import follow, lead
 from eagle3_jax.decoding.hosts.wire import HostLost
 from eagle3_jax.decoding.params import SamplingParams
@@ -129,8 +129,7 @@ def lines(monkeypatch):
     monkeypatch.setattr(processes, "count", lambda: 2)
     yield there
     for line in (here, there):
-        with contextlib.suppress(OSError):  # shut already
-            line.close()
+        line.close()
     for line in (here, there):  # now nobody reads, who would hold them
         line._reader.close()
         line._place.close()
@@ -153,6 +152,13 @@ def test_a_row_on_another_process_answers_alike(toy, lines, monkeypatch):
                 replace(weights)
     follower.join(20)
     assert not follower.is_alive() and not lost
+
+
+def test_reports_end_quietly_with_their_connection(lines):
+    reports: Any = queue.SimpleQueue()
+    reports.put((0, 1, np.zeros(3, np.int32)))
+    lines.close()
+    api._send_reports(lines, reports)
 
 
 @pytest.mark.parametrize("end", ["is gone", "fell silent for 0 s"])

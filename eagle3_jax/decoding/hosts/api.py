@@ -98,6 +98,8 @@ def _send_reports(line: Line, reports: queue.SimpleQueue[tuple[int, int, jax.Arr
         row, number, report = reports.get()
         try:
             line.send({"row": row, "number": number, "shape": report.shape, "report": text_of(report)})
-        except Exception:
+        except Exception as error:
             line.close()
+            if isinstance(error, OSError):  # the connection has ended, which `follow` finds too
+                return
             raise

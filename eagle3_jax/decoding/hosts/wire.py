@@ -6,6 +6,7 @@ A collective would wait for the device's queue.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import hmac
@@ -60,7 +61,9 @@ class Line:
         return json.loads(line)
 
     def close(self) -> None:
-        self._place.shutdown(socket.SHUT_RDWR)
+        """Ends the connection, unless it has ended."""
+        with contextlib.suppress(OSError):
+            self._place.shutdown(socket.SHUT_RDWR)
 
 
 def accept() -> dict[int, Line]:
