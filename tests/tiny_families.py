@@ -53,10 +53,29 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "MiMoForCausalLM": {"attention_bias": True},
 }
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "partial_rotary_factor": 0.5,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+OWN |= {
+    "Qwen3_5ForCausalLM": _DELTA,
+    "Qwen3_5MoeForCausalLM": _DELTA | _EXPERTS,
+    "Qwen3NextForCausalLM": _DELTA | _EXPERTS | {"mlp_only_layers": [0]},
+}
 
 
 def config_of(family: Family, **changes: Any) -> ModelConfig:
-    values = {
+    values: dict[str, Any] = {
         "architectures": [family.config.architecture],
         "vocab_size": 60,
         "hidden_size": 32,
@@ -69,6 +88,8 @@ def config_of(family: Family, **changes: Any) -> ModelConfig:
         "tie_word_embeddings": False,
     }
     values |= OWN.get(family.config.architecture, {}) | changes
+    if "layer_types" in values:
+        values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
     return read_shape(values, AUX_LAYERS)
 
 

@@ -1,4 +1,4 @@
-"""The cache of a sequence's past, a layer's own kind for each layer: keys and values, or inputs of a convolution.
+"""The cache of a sequence's past, a layer's own kind for each layer: keys and values, or a recurrent state.
 
 A cache is passed in and returned, never mutated; callers donate it. A layer asks the `Pass` and its own cache. Keys and
 values are contiguous, each sequence owning `slots` slots per layer, or paged: each pass names the page of each
@@ -9,7 +9,6 @@ caller keeps them, and counts committed tokens only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.cache.api import commit
+from eagle3_jax.kernels.gated_delta.tokens import Tokens
 from eagle3_jax.kernels.tree_attention.api import append, tree_attention
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows
 
@@ -118,108 +118,7 @@ class KVCache:
         return KVCache(*append(keys, values, self.keys, self.values, this.lengths, **table))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ConvolutionCache:
-    """Inputs of a layer's causal convolution over time.
-
-    Attributes:
-        inputs: of each slot the last `history` committed ones, then those of the tail, which wait for `commit`.
-        history: taps of the convolution that lie before a token.
-    """
-
-    inputs: Float[Array, "s rows c"]
-    history: int = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def empty(cls, slots: int, history: int, tail: int, channels: int, dtype: Any) -> ConvolutionCache:
-        return cls(jnp.zeros((slots, history + tail, channels), dtype), history)
-
-    def convolve(
-        self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"], this: Pass
-    ) -> tuple[Float[Array, "b t c"], ConvolutionCache]:
-        """Convolves each token's own path, see `convolved`; zeros stand before a text, and before a document."""
-        slots, (b, t, _), h = _slots(this), inputs.shape, self.history
-        if this.counts is None:
-            return self._convolve_tail(inputs, kernel, this)
-        before = self._of(slots)[:, :h]
-        if this.continued:  # the row before may hold the stretch before, a whole one
-            follows = (slots == jnp.roll(slots, 1)) & (this.lengths == jnp.roll(this.lengths, 1) + t)
-            before = jnp.where(follows[:, None, None], jnp.roll(inputs, 1, axis=0)[:, t - h :], before)
-        last = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, h, 0))(
-            jnp.concatenate([before, inputs], axis=1), this.counts
-        )
-        # Of rows that are one prompt's, the last one counts.
-        read, row = this.counts > 0, jnp.arange(b)
-        later = (slots[None] == slots[:, None]) & (row[None] > row[:, None]) & read[None]
-        at = jnp.where(read & ~later.any(axis=1), slots, len(self.inputs))
-        kept = self.inputs.at[at, :h].set(last.astype(self.inputs.dtype), mode="drop")
-        return convolved(before, inputs, kernel, this.positions), dataclasses.replace(self, inputs=kept)
-
-    def commit(self, this: Pass, path: Int[Array, "b p"], counts: Int[Array, " b"]) -> ConvolutionCache:
-        """Moves on by the first `counts` tokens of the path, indices into the tail; by none where it is 0."""
-        slots, h = _slots(this), self.history
-        place = counts[:, None] + jnp.arange(h)[None]
-        along = h + jnp.take_along_axis(path, jnp.maximum(place - h, 0), axis=1)
-        rows = jnp.take_along_axis(self._of(slots), jnp.where(place < h, place, along)[:, :, None], axis=1)
-        at = jnp.where(counts > 0, slots, len(self.inputs))
-        return dataclasses.replace(self, inputs=self.inputs.at[at, :h].set(rows, mode="drop"))
-
-    def _convolve_tail(
-        self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"], this: Pass
-    ) -> tuple[Float[Array, "b t c"], ConvolutionCache]:
-        (b, t, _), h, slots, mask = inputs.shape, self.history, _slots(this), this.tail_mask
-        if mask is None:
-            mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t))
-        m = mask.shape[-1]
-        if h + m > self.inputs.shape[1]:
-            raise ValueError(f"tail: got {m} tokens, expected at most {self.inputs.shape[1] - h}, see `empty_pages`")
-        tail = slots[:, None], h + m - t + jnp.arange(t)[None]
-        kept = dataclasses.replace(self, inputs=self.inputs.at[tail].set(inputs.astype(self.inputs.dtype), mode="drop"))
-        rows, seen = kept._of(slots), jnp.cumsum(mask, axis=-1)
-        depth, behind = seen[..., -1], seen[..., -1:] - seen  # of each node, itself included; of the slots it sees
-
-        def ancestor(back: int) -> Array:
-            inside = h + jnp.argmax(mask & (behind == back), axis=-1)
-            place = jnp.where(back < depth, inside, h - 1 - (back - depth))
-            return jnp.take_along_axis(rows, place[:, :, None], axis=1)
-
-        return _summed(ancestor, kernel, this.positions, inputs.dtype), kept
-
-    def _of(self, slots: Int[Array, " b"]) -> Float[Array, "b rows c"]:
-        return jnp.take(self.inputs, slots, axis=0, mode="clip")
-
-
-def convolved(
-    before: Float[Array, "b h c"],
-    inputs: Float[Array, "b t c"],
-    kernel: Float[Array, "w c"],
-    positions: Int[Array, "b t"],
-) -> Float[Array, "b t c"]:
-    """Computes sum_j kernel[w - 1 - j] * (the input j positions before) for tokens in order, summed in float32.
-
-    Args:
-        before: the h = w - 1 inputs before the first token.
-        positions: in the text or document, before whose first token there are zeros.
-    """
-    rows, t, h = jnp.concatenate([before, inputs], axis=1), inputs.shape[1], before.shape[1]
-    return _summed(lambda back: rows[:, h - back : h - back + t], kernel, positions, inputs.dtype)
-
-
-def _summed(
-    back: Callable[[int], Array], kernel: Float[Array, "w c"], positions: Int[Array, "b t"], dtype: Any
-) -> Float[Array, "b t c"]:
-    terms = []
-    for j, tap in enumerate(kernel[::-1].astype(jnp.float32)):
-        terms.append(jnp.where((positions >= j)[:, :, None], back(j).astype(jnp.float32) * tap[None, None], 0.0))
-    return sum(terms[1:], terms[0]).astype(dtype)
-
-
-def _slots(this: Pass) -> Int[Array, " b"]:
-    return jnp.arange(len(this.lengths)) if this.states is None else this.states
-
-
-LayerCache = Any  # KVCache, ConvolutionCache, or what stands for one in a pass over parts of rows
+LayerCache = Any  # KVCache, a kind of `models/recurrent.py`, or what stands for one in a pass over parts of rows
 
 
 @jax.tree_util.register_dataclass
@@ -258,7 +157,7 @@ class Cache:
         layers = list(self.layers)
         alike: dict[Any, list[int]] = {}
         for index, layer in enumerate(layers):
-            if isinstance(layer, ConvolutionCache):
+            if not isinstance(layer, KVCache):
                 layers[index] = layer.commit(this, path, counts)
             elif moves:
                 alike.setdefault((layer.keys.shape, layer.keys.dtype), []).append(index)
@@ -313,6 +212,11 @@ class LayerPass:
         return attended
 
     def convolve(self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"]) -> Float[Array, "b t c"]:
-        """See `ConvolutionCache.convolve`."""
+        """See `ConvolutionCache.convolve` in `models/recurrent.py`."""
         convolved, self.cache = self.cache.convolve(inputs, kernel, self._this)
         return convolved
+
+    def advance(self, tokens: Tokens) -> Float[Array, "b t n d_v"]:
+        """See `DeltaCache.advance` in `models/recurrent.py`."""
+        outputs, self.cache = self.cache.advance(tokens, self._this)
+        return outputs

@@ -33,8 +33,9 @@ SHARDING_RULES = (
     (r"attention/o", P("model", None)),
     (r"layers/\d+/(q|kv)$", P(None, "model")),  # a block head's
     (r"layers/\d+/o$", P("model", None)),
-    (r"convolution/(project|taps)$", P(None, "model")),
-    (r"convolution/o$", P("model", None)),
+    (r"(convolution|delta)/(project|gates|taps)$", P(None, "model")),
+    (r"(convolution|delta)/o$", P("model", None)),
+    (r"delta/decay", P("model")),
     (r"markov_out|successors", P("model", None)),
     (r"(mlp|shared)/(gate|up)", P(None, "model")),
     (r"(mlp|shared)/down", P("model", None)),
@@ -152,10 +153,12 @@ def scaled_rope_table(
 def apply_rope(
     x: Float[Array, "b t heads d"], table: tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
 ) -> Float[Array, "b t heads d"]:
-    """Rotates the two halves of each head (rotate-half layout), in float32."""
+    """Rotates the two halves of each head (rotate-half layout), or of its first 2 * half numbers, in float32."""
     cos, sin = table
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    first, second = (x[..., part : part + half].astype(jnp.float32) for part in (0, half))
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, x[..., 2 * half :]], axis=-1) if x.shape[-1] > 2 * half else turned
 
 
 def halves(x: Float[Array, "b t heads d"]) -> Float[Array, "b t heads d"]:

@@ -16,6 +16,7 @@ THETA = 10000.0  # every engine's default of `rope_theta`, for most families and
 Kinds = Mapping[str, type[Scaling]]  # `rope_type` -> its class
 KINDS: Kinds = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
 _SECTIONS = ("rope_parameters", "rope_scaling")
+_PARTIAL = "partial_rotary_factor"
 _MSCALES = {"mscale", "mscale_all_dim"}  # fields of DeepSeek's YaRN, which change more than RoPE
 # Fields that a section may hold beside those of its kind: fields of other kinds, which no engine reads, and fields for
 # images, which change nothing for text (see `vision`).
@@ -28,19 +29,23 @@ _FACTORS = {
     "attn_factor": ": SGLang multiplies YaRN's factor by it, transformers and vLLM 0.32.0 do not: leave it out as "
     "these do, or write 'attention_factor' with SGLang's product in its place",
     "extrapolation_factor": "",
-    "partial_rotary_factor": "",
+    _PARTIAL: "",
 }
 
 
 def read_rope(
-    values: dict[str, Any], problems: list[str], kinds: Kinds = KINDS, theta: float = THETA
+    values: dict[str, Any], problems: list[str], kinds: Kinds = KINDS, theta: float = THETA, *, partial: bool = False
 ) -> tuple[float, Scaling | None]:
     """Reads base and scaling from a config.json. Appends to `problems` by field; the values are then undefined.
 
     Args:
         kinds: the supported kinds of scaling.
         theta: the default base.
+        partial: whether the family reads `partial_rotary_factor`, see `read_partial`; else it is refused.
     """
+    if partial:
+        rest = {key: {**values[key], _PARTIAL: None} for key in _SECTIONS if isinstance(values.get(key), dict)}
+        values = {**values, _PARTIAL: None, **rest}
     known = len(problems)
     thetas, scalings = {}, {}
     for key in _SECTIONS:
@@ -53,8 +58,8 @@ def read_rope(
     thetas["rope_theta"] = values.get("rope_theta")
     # transformers 4 writes `partial_rotary_factor` beside the section; transformers 5 (modeling_rope_utils.py) and vLLM
     # move it into the section and apply it.
-    if (part := values.get("partial_rotary_factor")) not in (None, 1):
-        problems.append(f"partial_rotary_factor: got {part!r}, expected none or 1")
+    if (part := values.get(_PARTIAL)) not in (None, 1):
+        problems.append(f"{_PARTIAL}: got {part!r}, expected none or 1")
     thetas = {key: theta for key, theta in thetas.items() if theta is not None}
     problems += [f"{key}: got {x!r}, expected a positive number" for key, x in thetas.items() if not is_positive(x)]
     if len(problems) > known:
@@ -64,6 +69,15 @@ def read_rope(
     if len(set(scalings.values())) > 1:
         problems.append(f"rope_scaling: got {scalings}, expected one scaling")
     return float(next(iter(thetas.values()), theta)), next(iter(scalings.values()), None)
+
+
+def read_partial(values: dict[str, Any], problems: list[str], default: float) -> float:
+    """Reads the share of a head that RoPE rotates. Appends to `problems`; the value is then undefined."""
+    sections = [values, *(values[key] for key in _SECTIONS if isinstance(values.get(key), dict))]
+    found = {section[_PARTIAL] for section in sections if section.get(_PARTIAL) is not None} or {default}
+    if len(found) > 1 or not all(is_positive(share) and share <= 1 for share in found):
+        problems.append(f"{_PARTIAL}: got {sorted(found, key=repr)}, expected one value in (0, 1]")
+    return next(iter(found))
 
 
 def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:

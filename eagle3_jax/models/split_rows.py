@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,9 +11,12 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float, Int, Num
 
+from eagle3_jax.kernels.gated_delta import api as gated_delta
+from eagle3_jax.kernels.gated_delta.tokens import Tokens
 from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows, pack_heads
-from eagle3_jax.models.cache import Pass, convolved
+from eagle3_jax.models.cache import Pass
+from eagle3_jax.models.recurrent import convolved
 from eagle3_jax.sequence import Split
 
 
@@ -46,15 +50,8 @@ class SplitRows:
             return tree_attention(queries, keys, values, row_keys, row_values, before, **given)[0]
 
         pieces = P("data")
-        attended = jax.shard_map(
-            local,
-            mesh=jax.sharding.get_abstract_mesh(),
-            axis_names={"data"},
-            in_specs=(pieces, pieces, pieces, {name: P() if name == "sinks" else pieces for name in given}),
-            out_specs=pieces,
-            check_vma=False,
-        )(queries, keys, values, given)
-        return attended, self
+        specs = pieces, pieces, pieces, {name: P() if name == "sinks" else pieces for name in given}
+        return _over_pieces(local, (queries, keys, values, given), specs), self
 
     def convolve(
         self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"], this: Pass
@@ -62,6 +59,28 @@ class SplitRows:
         """See `ConvolutionCache`: the last inputs of the piece before are those before a piece."""
         before = self.split.before(inputs[:, inputs.shape[1] - len(kernel) + 1 :])
         return convolved(before, inputs, kernel, this.positions), self
+
+    def advance(self, tokens: Tokens, this: Pass) -> tuple[Float[Array, "b t n d_v"], SplitRows]:
+        """See `DeltaCache`: each device reads its rows from their beginning, and keeps its own piece's outputs."""
+
+        def local(pieces: Tokens, positions: Array) -> Array:
+            (b, size, n), d = pieces.betas.shape, (pieces.keys.shape[-1], pieces.values.shape[-1])
+            row, positions = jax.tree.map(self.split.gathered, (pieces, positions))
+            outputs, _ = gated_delta.chain(row, jnp.zeros((b, n, *d)), positions == 0)
+            return jax.lax.dynamic_slice_in_dim(outputs, self.split.begin(size), size, axis=1)
+
+        return _over_pieces(local, (tokens, this.positions), P("data")), self
+
+
+def _over_pieces(local: Callable[..., Any], operands: tuple[Any, ...], specs: Any) -> Any:
+    return jax.shard_map(
+        local,
+        mesh=jax.sharding.get_abstract_mesh(),
+        axis_names={"data"},
+        in_specs=specs,
+        out_specs=P("data"),
+        check_vma=False,
+    )(*operands)
 
 
 def _slots(entries: Num[Array, "b t k d"]) -> Num[Array, "b rows slots width"]:

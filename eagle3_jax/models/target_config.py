@@ -22,8 +22,8 @@ class ModelConfig:
 
     # Set by each family: the name in `architectures`, `model_type`, fields of config.json that are not read (field ->
     # the one supported value), defaults of fields that config.json leaves out, kinds of RoPE scaling, whether
-    # `num_key_value_heads` and `head_dim` describe a cache of latent vectors instead of heads, and whether layers keep
-    # a state for each sequence.
+    # `num_key_value_heads` and `head_dim` describe a cache of latent vectors instead of heads, whether layers keep a
+    # state for each sequence, and whether `own` reads `partial_rotary_factor`.
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     supported: ClassVar[dict[str, Any]]
@@ -31,6 +31,7 @@ class ModelConfig:
     scalings: ClassVar[Kinds] = KINDS
     latent_cache: ClassVar[bool] = False
     recurrent: ClassVar[bool] = False
+    partial_rotary: ClassVar[bool] = False
     packings: ClassVar[tuple[str, ...]] = ()  # methods of quantization that the family's own table reads
 
     vocab_size: int
@@ -61,7 +62,8 @@ class ModelConfig:
         said, values = values, cls.defaults | values
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         problems += [f"{field}: missing" for field in required if field not in values]
-        theta, scaling = read_rope(said, problems, cls.scalings, cls.defaults.get("rope_theta", THETA))
+        default = cls.defaults.get("rope_theta", THETA)
+        theta, scaling = read_rope(said, problems, cls.scalings, default, partial=cls.partial_rotary)
         own = cls.own(values, problems)
         scales = read_scales(values, problems, cls.packings)
         if problems:

@@ -142,7 +142,7 @@ class TokenLogprobs:
 
 # The model axis splits KV heads, and counts of tokens as logits are split. The rest is whole on every device, where
 # every process can read it.
-STATE_SHARDING_RULES = ((r"cache.*inputs", P(None, None, "model")), (r"cache|token_counts", P(None, "model")))
+STATE_SHARDING_RULES = ((r"cache.*(inputs|tail)", P(None, None, "model")), (r"cache|token_counts", P(None, "model")))
 
 
 def behind(state: State) -> Pass:

@@ -248,7 +248,9 @@ def _described(files: dict[str, disk.Path]) -> tuple[dict[str, Described], list[
 
 
 def _renamed(entry: Entry, stored: dict[str, str]) -> Entry:
-    """Replaces the table's tensor names by the checkpoint's."""
+    """Replaces the table's tensor names by the checkpoint's, in the spelling that it has."""
+    if entry.other is not None and entry.other.tensors.keys() <= stored.keys():
+        entry = entry.other
     return dataclasses.replace(entry, tensors={stored.get(name, name): shape for name, shape in entry.tensors.items()})
 
 

@@ -6,7 +6,7 @@ Names and shapes are those on disk: Hugging Face's, projections [out, in], as in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -55,6 +55,7 @@ class Entry:
         dimensions: number of the parameter's dimensions.
         dtypes: dtypes of the tensors, in safetensors' names.
         packed: the parameter in the checkpoint's own few bits; None if the checkpoint holds floats.
+        other: how other checkpoints spell the parameter, for reading.
     """
 
     tensors: dict[str, tuple[int, ...]]
@@ -63,6 +64,7 @@ class Entry:
     dimensions: int = 2
     dtypes: tuple[str, ...] = FLOATS
     packed: Packed | None = None
+    other: Entry | None = None
 
     def whole(self, *tensors: Any) -> Any:
         """Combines the tensors, in order, into the parameter."""
@@ -79,38 +81,66 @@ def kernel(name: str, *shape: int) -> Entry:
     return Entry({name: shape}, lambda index, x: x[index[::-1]].T, lambda x: (x.T,))
 
 
-def taps(name: str, channels: int, width: int) -> Entry:
-    """Takes a depthwise convolution's kernel: [channels, 1, width] on disk, [width, channels] in memory."""
-    return Entry(
-        {name: (channels, 1, width)}, lambda index, x: x[index[1], :, index[0]][:, 0].T, lambda x: (x.T[:, None],)
-    )
-
-
-def side_by_side(name: str, parts: int, groups: int, size: int) -> Entry:
-    """Fuses projections that lie one behind the other, [parts * out, in], to [in, groups * parts * out / groups].
+def grouped(
+    blocks: Mapping[str, Sequence[int]], groups: int, columns: int, shape: tuple[int, ...] | None = None
+) -> Entry:
+    """Fuses projections to [in, out], all rows of a group side by side, so that a mesh splits groups.
 
     Args:
-        size: both `out` and `in`.
+        blocks: the tensors, and the rows of a group in each of the blocks that lie one behind the other in it.
+        columns: the size `in`.
+        shape: of a row on disk; None is (`columns`,).
     """
+    widths = [size for sizes in blocks.values() for size in sizes]
+    shape = shape or (columns,)
 
-    def part(index: tuple[slice, slice], x: Any) -> Any:  # read whole
-        rows = x[:].reshape(parts, groups, -1, size).swapaxes(0, 1).reshape(parts * size, size)
-        return rows[index[::-1]].T
+    def part(index: tuple[slice, slice], *tensors: Any) -> Any:  # read whole
+        found = []
+        for x, sizes in zip(tensors, blocks.values(), strict=True):
+            rows, start = x[(slice(None),) * (1 + len(shape))], 0
+            for size in sizes:
+                found.append(rows[start : start + groups * size].reshape(groups, size, columns))
+                start += groups * size
+        fused = functions_of(found[0]).concatenate(found, axis=1)
+        return fused.reshape(-1, columns)[index[::-1]].T
 
     def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
-        return (x.T.reshape(groups, parts, -1, size).swapaxes(0, 1).reshape(parts * size, size),)
+        rows = iter(np.split(x.T.reshape(groups, -1, columns), np.cumsum(widths)[:-1], axis=1))
+        behind = [np.concatenate([next(rows).reshape(-1, *shape) for _ in sizes]) for sizes in blocks.values()]
+        return tuple(behind)
 
-    return Entry({name: (parts * size, size)}, part, split)
+    return Entry({name: (groups * sum(sizes), *shape) for name, sizes in blocks.items()}, part, split)
 
 
-def stacked(names: Sequence[str], *shape: int) -> Entry:
-    """Stacks projections of one shape: [out, in] each on disk, [count, in, out] in memory."""
+def taps(name: str, sizes: Sequence[int], groups: int, width: int) -> Entry:
+    """Takes a convolution's kernel for each channel: [out, 1, width] on disk, [width, out] in memory; see `grouped`."""
+    return grouped({name: sizes}, groups, width, (1, width))
+
+
+def stacked(names: Sequence[str], *shape: int, fused: tuple[str, int, int] | None = None) -> Entry:
+    """Stacks projections of one shape: [out, in] each on disk, [count, in, out] in memory.
+
+    Args:
+        fused: another spelling of checkpoints: one tensor [count, parts * out, in], which part of it, of how many.
+    """
 
     def part(index: tuple[slice, slice, slice], *tensors: Any) -> Any:
         parts = [x[index[:0:-1]].T for x in tensors[index[0]]]
         return functions_of(parts[0]).stack(parts)
 
-    return Entry(dict.fromkeys(names, shape), part, lambda x: tuple(matrix.T for matrix in x), 3)
+    def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(matrix.T for matrix in x)
+
+    if fused is None:
+        return Entry(dict.fromkeys(names, shape), part, split, 3)
+    name, place, parts = fused
+
+    def part_of_fused(index: tuple[slice, slice, slice], x: Any) -> Any:
+        start, stop, _ = index[2].indices(shape[0])
+        return x[index[0], place * shape[0] + start : place * shape[0] + stop, index[1]].swapaxes(1, 2)
+
+    other = Entry({name: (len(names), parts * shape[0], shape[1])}, part_of_fused, split, 3)
+    return Entry(dict.fromkeys(names, shape), part, split, 3, other=other)
 
 
 def qkv(config: Any, attention: str, columns: int) -> Entry:

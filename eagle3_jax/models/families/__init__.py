@@ -17,6 +17,7 @@ from eagle3_jax.models.families import (
     mimo,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
 )
 from eagle3_jax.models.families.vision import TEXT_OF, architecture, text_values
@@ -50,6 +51,9 @@ FAMILIES = (
     Family(deepseek_v3.DeepseekV3Config, deepseek_v3.DeepseekV3, deepseek_v3.table, deepseek_v3.unused),
     Family(lfm2.Lfm2Config, lfm2.Lfm2, lfm2.table),
     Family(lfm2.Lfm2MoeConfig, lfm2.Lfm2, lfm2.table),
+    Family(qwen3_5.Qwen35Config, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
+    Family(qwen3_5.Qwen35MoeConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
+    Family(qwen3_5.Qwen3NextConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
     Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.unused),
 )
 

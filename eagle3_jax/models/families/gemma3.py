@@ -137,13 +137,20 @@ class Block(nnx.Module):
         return x + offset_norm(fed, self.post_feedforward_offset[...], self.eps)
 
 
-class Gemma3(TargetModel):
-    block = Block
+class OffsetNormed(TargetModel):
+    """A target whose final norm is `offset_norm`, of `offset` [H]."""
 
-    def __init__(self, config: Gemma3Config, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         super().__init__(config, dtype=dtype, rngs=rngs)
         del self.norm
         self.offset = zeros(config.hidden_size, dtype)
+
+    def final_norm(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        return offset_norm(x, self.offset[...], self.config.rms_norm_eps)
+
+
+class Gemma3(OffsetNormed):
+    block = Block
 
     def embedded(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t h"]:
         x = super().embedded(tokens)
@@ -154,9 +161,6 @@ class Gemma3(TargetModel):
         config: Any = self.config
         local = rope_table(positions, rope_frequencies(config.head_dim, config.rope_local_theta))
         return super().rotary(positions), local
-
-    def final_norm(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
-        return offset_norm(x, self.offset[...], self.config.rms_norm_eps)
 
 
 def table(config: Gemma3Config) -> dict[str, Entry]:

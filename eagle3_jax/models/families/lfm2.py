@@ -15,11 +15,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.linear.api import linear
-from eagle3_jax.models.cache import ConvolutionCache, LayerCache, LayerPass
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv, side_by_side, stacked, taps
+from eagle3_jax.models.cache import LayerCache, LayerPass
+from eagle3_jax.models.checkpoint.table import Entry, grouped, kernel, plain, qkv, stacked, taps
 from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import qwen3
 from eagle3_jax.models.layers import SwiGLU, normal, ones, rms_norm, zeros
+from eagle3_jax.models.recurrent import ConvolutionCache
 from eagle3_jax.models.target import Rope, TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 
@@ -199,7 +200,8 @@ class Lfm2(TargetModel):
 def table(config: Lfm2Config) -> dict[str, Entry]:
     """Maps parameter paths to Hugging Face tensors."""
     c = config
-    h, f = c.hidden_size, c.intermediate_size
+    h, f, groups = c.hidden_size, c.intermediate_size, c.num_attention_heads
+    thirds = (h // groups,) * 3
     entries = {
         "embed": plain("model.embed_tokens.weight", c.vocab_size, h),
         "norm": plain("model.embedding_norm.weight", h),
@@ -235,8 +237,8 @@ def table(config: Lfm2Config) -> dict[str, Entry]:
             }
             continue
         entries |= {
-            f"{path}/convolution/project": side_by_side(f"{source}.conv.in_proj.weight", 3, c.num_attention_heads, h),
-            f"{path}/convolution/taps": taps(f"{source}.conv.conv.weight", h, c.conv_L_cache),
+            f"{path}/convolution/project": grouped({f"{source}.conv.in_proj.weight": thirds}, groups, h),
+            f"{path}/convolution/taps": taps(f"{source}.conv.conv.weight", (h,), 1, c.conv_L_cache),
             f"{path}/convolution/o": kernel(f"{source}.conv.out_proj.weight", h, h),
         }
     return entries

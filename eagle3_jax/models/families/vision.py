@@ -14,6 +14,8 @@ TEXT_OF = {
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 # Fields whose top-level values override those of `text_config`.
 _OUTSIDE = ("bos_token_id", "eos_token_id")

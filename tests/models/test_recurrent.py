@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3_jax.models.cache import ConvolutionCache, Pass
+from eagle3_jax.models.cache import Pass
+from eagle3_jax.models.recurrent import ConvolutionCache
 
 CHANNELS, SLOTS, TAIL, LONGEST = 3, 3, 6, 12
 

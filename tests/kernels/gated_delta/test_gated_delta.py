@@ -1,0 +1,129 @@
+"""The gated delta rule: trees, prompts and commits are the recurrence along each path, token by token in numpy."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3_jax.kernels.gated_delta import api, solve, walk
+from eagle3_jax.kernels.gated_delta.tokens import Tokens
+
+# Heads of keys and of values, d_k, d_v.
+SHAPES = ((1, 1, 4, 4), (2, 4, 8, 12), (3, 3, 5, 7))
+NODES, LONGEST = 9, 150
+
+
+def recurrence(*operands):
+    """One sequence, [t, heads, d] and [n, d_k, d_v], in float64."""
+    queries, keys, values, decays, betas, states = operands
+    state, group, outputs = np.array(states, np.float64), values.shape[1] // keys.shape[1], []
+    for query, key, value, decay, beta in zip(queries, keys, values, decays, betas, strict=True):
+        outputs.append(np.zeros(value.shape))
+        for h in range(len(value)):
+            state[h] *= np.exp(decay[h])
+            update = beta[h] * (value[h] - state[h].T @ key[h // group])
+            state[h] += np.outer(key[h // group], update)
+            outputs[-1][h] = state[h].T @ query[h // group]
+    return np.array(outputs), state
+
+
+@functools.cache
+def operands(shape: tuple[int, int, int, int], b: int, t: int, seed: int = 0) -> tuple[Any, ...]:
+    """Queries, keys, values, decays, betas and states."""
+    rng, (k, n, d_k, d_v) = np.random.default_rng(seed), shape
+    queries, keys = rng.normal(size=(2, b, t, k, d_k))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    decays, betas = -rng.exponential(size=(b, t, n)), rng.uniform(size=(b, t, n))
+    every = queries, keys, rng.normal(size=(b, t, n, d_v)), decays, betas, rng.normal(size=(b, n, d_k, d_v))
+    return tuple(x.astype(np.float32) for x in every)
+
+
+def random_mask(draws: list[int]) -> np.ndarray:
+    mask = np.eye(len(draws), dtype=bool)
+    for node, draw in enumerate(draws):
+        if draw % (node + 1):
+            mask[node] |= mask[draw % (node + 1) - 1]
+    return mask
+
+
+@pytest.mark.parametrize("form", [walk, solve], ids=["walk", "solve"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@settings(max_examples=8, deadline=None)
+@given(draws=st.lists(st.integers(0, 50), min_size=NODES, max_size=NODES), leaf=st.integers(0, NODES - 1))
+def test_a_tree_is_its_branches_and_a_committed_path_the_recurrence(form, shape, draws, leaf):
+    *tokens, states = operands(shape, 2, NODES)
+    mask = np.stack([random_mask(draws), random_mask(draws[::-1])])
+    outputs, updates = jax.jit(form.tree)(Tokens(*tokens), states, mask)
+    for row in range(2):
+        for node in range(NODES):
+            path = np.flatnonzero(mask[row, node])
+            expected, _ = recurrence(*(x[row, path] for x in tokens), states[row])
+            np.testing.assert_allclose(outputs[row, node], expected[-1], atol=1e-4)
+    paths = [np.flatnonzero(mask[row, leaf]) for row in range(2)]
+    along = np.stack([np.pad(path, (0, NODES - len(path)), mode="edge") for path in paths])
+    _, keys, _, decays, _ = tokens
+    nodes = (np.take_along_axis(x, along.reshape(2, -1, *[1] * (x.ndim - 2)), axis=1) for x in (keys, updates, decays))
+    counts = np.array([len(paths[0]), 0])
+    folded = jax.jit(form.fold)(states, *nodes, counts)
+    _, expected = recurrence(*(x[0, paths[0]] for x in tokens), states[0])
+    np.testing.assert_allclose(folded[0], expected, atol=1e-4)
+    np.testing.assert_array_equal(folded[1], states[1])
+
+
+@pytest.mark.parametrize("form", [walk, solve], ids=["walk", "solve"])
+@pytest.mark.parametrize(("shape", "t"), [(SHAPES[0], 3), (SHAPES[1], 64), (SHAPES[2], LONGEST)], ids=str)
+def test_a_prompt_is_the_recurrence_and_a_document_begins_anew(form, shape, t):
+    """Documents begin inside a chunk and at its edge; a token without decay and beta changes nothing."""
+    *tokens, states = (np.array(x) for x in operands(shape, 2, t))
+    begins = np.zeros((2, t), bool)
+    begins[0, [place for place in (1, 40, 64, 100) if place < t]] = True
+    padding = slice(t - t // 4, t)
+    tokens[3][1, padding], tokens[4][1, padding] = 0, 0
+    outputs, after = jax.jit(form.chain)(Tokens(*tokens), states, begins)
+    for row in range(2):
+        edges = [0, *(place for place in np.flatnonzero(begins[row]) if place), t]
+        state = states[row]
+        for start, end in itertools.pairwise(edges):
+            state = np.zeros_like(state) if begins[row, start] else state
+            expected, state = recurrence(*(x[row, start:end] for x in tokens), state)
+            np.testing.assert_allclose(outputs[row, start:end], expected, atol=2e-4)
+        np.testing.assert_allclose(after[row], state, atol=2e-4)
+
+
+def test_a_row_goes_on_where_the_one_before_it_ends():
+    *tokens, states = operands(SHAPES[1], 3, 6)
+    follows = np.array([False, True, False])
+    outputs, after = jax.jit(api.chain)(Tokens(*tokens), states, np.zeros((3, 6), bool), follows=follows)
+    expected, state = recurrence(*(x[:2].reshape(12, *x.shape[2:]) for x in tokens), states[0])
+    np.testing.assert_allclose(np.concatenate(outputs[:2]), expected, atol=1e-4)
+    np.testing.assert_allclose(after[1], state, atol=1e-4)
+    np.testing.assert_allclose(after[2], recurrence(*(x[2] for x in tokens), states[2])[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("b", [1, 3])
+def test_on_a_cpu_drafts_change_no_bit(b):
+    """A chain of nodes, a tree that holds it, one token after another, and a prompt: one answer, and one state."""
+    shape, length = (2, 4, 16, 32), 6
+    *tokens, states = operands(shape, b, length)
+    chain, state = jax.jit(api.chain)(Tokens(*tokens), states, np.zeros((b, length), bool))
+    spread = [np.repeat(x, 2, axis=1) for x in tokens]  # each node twice: the second one is a leaf
+    mask = np.kron(np.tril(np.ones((length, length), bool)), [[1, 0], [1, 0]]) | np.eye(2 * length, dtype=int)
+    twice = spread, np.stack([mask] * b).astype(bool), slice(None, None, 2)
+    for nodes, sees, at in ((tokens, None, slice(None)), twice):
+        outputs, updates = jax.jit(api.tree)(Tokens(*nodes), states, sees)
+        np.testing.assert_array_equal(outputs[:, at], chain)
+        rows = nodes[1][:, at], updates[:, at], nodes[3][:, at]
+        np.testing.assert_array_equal(jax.jit(api.fold)(states, *rows, np.full(b, length)), state)
+    one_by_one = jnp.asarray(states)
+    for place in range(length):
+        token = [x[:, place : place + 1] for x in tokens]
+        output, update = jax.jit(api.tree)(Tokens(*token), one_by_one, None)
+        np.testing.assert_array_equal(output[:, 0], chain[:, place])
+        one_by_one = jax.jit(api.fold)(one_by_one, token[1], update, token[3], np.ones(b, int))
+    np.testing.assert_array_equal(one_by_one, state)
