@@ -44,6 +44,10 @@ def operands(shape: tuple[int, int, int, int], b: int, t: int, seed: int = 0) ->
     return tuple(x.astype(np.float32) for x in every)
 
 
+def placed(tokens: Any) -> Tokens:
+    return Tokens(*(jnp.asarray(x) for x in tokens))
+
+
 def random_mask(draws: list[int]) -> np.ndarray:
     mask = np.eye(len(draws), dtype=bool)
     for node, draw in enumerate(draws):
@@ -59,7 +63,7 @@ def random_mask(draws: list[int]) -> np.ndarray:
 def test_a_tree_is_its_branches_and_a_committed_path_the_recurrence(form, shape, draws, leaf):
     *tokens, states = operands(shape, 2, NODES)
     mask = np.stack([random_mask(draws), random_mask(draws[::-1])])
-    outputs, updates = jax.jit(form.tree)(Tokens(*tokens), states, mask)
+    outputs, updates = jax.jit(form.tree)(placed(tokens), states, mask)
     for row in range(2):
         for node in range(NODES):
             path = np.flatnonzero(mask[row, node])
@@ -85,7 +89,7 @@ def test_a_prompt_is_the_recurrence_and_a_document_begins_anew(form, shape, t):
     begins[0, [place for place in (1, 40, 64, 100) if place < t]] = True
     padding = slice(t - t // 4, t)
     tokens[3][1, padding], tokens[4][1, padding] = 0, 0
-    outputs, after = jax.jit(form.chain)(Tokens(*tokens), states, begins)
+    outputs, after = jax.jit(form.chain)(placed(tokens), states, begins)
     for row in range(2):
         edges = [0, *(place for place in np.flatnonzero(begins[row]) if place), t]
         state = states[row]
@@ -99,7 +103,7 @@ def test_a_prompt_is_the_recurrence_and_a_document_begins_anew(form, shape, t):
 def test_a_row_goes_on_where_the_one_before_it_ends():
     *tokens, states = operands(SHAPES[1], 3, 6)
     follows = np.array([False, True, False])
-    outputs, after = jax.jit(api.chain)(Tokens(*tokens), states, np.zeros((3, 6), bool), follows=follows)
+    outputs, after = jax.jit(api.chain)(placed(tokens), states, np.zeros((3, 6), bool), follows=follows)
     expected, state = recurrence(*(x[:2].reshape(12, *x.shape[2:]) for x in tokens), states[0])
     np.testing.assert_allclose(np.concatenate(outputs[:2]), expected, atol=1e-4)
     np.testing.assert_allclose(after[1], state, atol=1e-4)
@@ -111,19 +115,19 @@ def test_on_a_cpu_drafts_change_no_bit(b):
     """A chain of nodes, a tree that holds it, one token after another, and a prompt: one answer, and one state."""
     shape, length = (2, 4, 16, 32), 6
     *tokens, states = operands(shape, b, length)
-    chain, state = jax.jit(api.chain)(Tokens(*tokens), states, np.zeros((b, length), bool))
+    chain, state = jax.jit(api.chain)(placed(tokens), states, np.zeros((b, length), bool))
     spread = [np.repeat(x, 2, axis=1) for x in tokens]  # each node twice: the second one is a leaf
     mask = np.kron(np.tril(np.ones((length, length), bool)), [[1, 0], [1, 0]]) | np.eye(2 * length, dtype=int)
     twice = spread, np.stack([mask] * b).astype(bool), slice(None, None, 2)
     for nodes, sees, at in ((tokens, None, slice(None)), twice):
-        outputs, updates = jax.jit(api.tree)(Tokens(*nodes), states, sees)
+        outputs, updates = jax.jit(api.tree)(placed(nodes), states, sees)
         np.testing.assert_array_equal(outputs[:, at], chain)
         rows = nodes[1][:, at], updates[:, at], nodes[3][:, at]
         np.testing.assert_array_equal(jax.jit(api.fold)(states, *rows, np.full(b, length)), state)
     one_by_one = jnp.asarray(states)
     for place in range(length):
         token = [x[:, place : place + 1] for x in tokens]
-        output, update = jax.jit(api.tree)(Tokens(*token), one_by_one, None)
+        output, update = jax.jit(api.tree)(placed(token), one_by_one, None)
         np.testing.assert_array_equal(output[:, 0], chain[:, place])
         one_by_one = jax.jit(api.fold)(one_by_one, token[1], update, token[3], np.ones(b, int))
     np.testing.assert_array_equal(one_by_one, state)
