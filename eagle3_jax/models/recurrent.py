@@ -48,7 +48,8 @@ class ConvolutionCache:
         last = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, h, 0))(
             jnp.concatenate([before, inputs], axis=1), this.counts
         )
-        kept = self.inputs.at[_kept(this, len(self.inputs)), :h].set(last.astype(self.inputs.dtype), mode="drop")
+        at = jnp.where(_is_last(this), slots, len(self.inputs))
+        kept = self.inputs.at[at, :h].set(last.astype(self.inputs.dtype), mode="drop")
         return convolved(before, inputs, kernel, this.positions), dataclasses.replace(self, inputs=kept)
 
     def commit(self, this: Pass, path: Int[Array, "b p"], counts: Int[Array, " b"]) -> ConvolutionCache:
@@ -120,21 +121,19 @@ class DeltaCache:
 
     def advance(self, tokens: Tokens, this: Pass) -> tuple[Float[Array, "b t n d_v"], DeltaCache]:
         """Reads each token's own path, see `kernels/gated_delta/api.py`; a text and a document begin with zeros."""
-        slots, t = _slots(this), tokens.betas.shape[1]
-        states = jnp.take(self.states, slots, axis=0, mode="clip")
+        t = tokens.betas.shape[1]
         if this.counts is None:
-            states = jnp.where((this.lengths > 0)[:, None, None, None], states, 0)
-            outputs, updates = gated_delta.tree(tokens, states, this.tail_mask)
+            outputs, updates = gated_delta.tree(tokens, self.states, this.states, this.tail_mask)
             tail = {"tail_keys": tokens.keys, "tail_updates": updates, "tail_decays": tokens.decays}
-            kept = {name: getattr(self, name).at[slots, :t].set(x, mode="drop") for name, x in tail.items()}
+            kept = {name: getattr(self, name).at[_slots(this), :t].set(x, mode="drop") for name, x in tail.items()}
             return outputs, dataclasses.replace(self, **kept)
         read = (jnp.arange(t)[None] < this.counts[:, None])[:, :, None]
         # Padding neither decays nor writes.
         tokens = tokens._replace(decays=jnp.where(read, tokens.decays, 0), betas=jnp.where(read, tokens.betas, 0))
         follows = _follows(this, t) if this.continued else None
-        outputs, states = gated_delta.chain(tokens, states, this.positions == 0, follows=follows)
-        kept = self.states.at[_kept(this, len(self.states))].set(states, mode="drop")
-        return outputs, dataclasses.replace(self, states=kept)
+        begins, last = this.positions == 0, _is_last(this)
+        outputs, states = gated_delta.chain(tokens, self.states, this.states, begins, last, follows=follows)
+        return outputs, dataclasses.replace(self, states=states)
 
     def commit(self, this: Pass, path: Int[Array, "b p"], counts: Int[Array, " b"]) -> DeltaCache:
         """See `ConvolutionCache.commit`."""
@@ -143,13 +142,9 @@ class DeltaCache:
         def along(tail: Array) -> Array:
             return jax.vmap(lambda rows, nodes: rows[nodes])(jnp.take(tail, slots, axis=0, mode="clip"), path)
 
-        states = jnp.take(self.states, slots, axis=0, mode="clip")
-        states = jnp.where((this.lengths > 0)[:, None, None, None], states, 0)
         keys, updates, decays = (along(x) for x in (self.tail_keys, self.tail_updates, self.tail_decays))
-        states = gated_delta.fold(states, keys, updates, decays, counts)
-        at = jnp.where(counts > 0, slots, len(self.states))
-        kept = self.states.at[at].set(states, mode="drop")
-        return dataclasses.replace(self, convolution=self.convolution.commit(this, path, counts), states=kept)
+        states = gated_delta.fold(self.states, this.states, keys, updates, decays, counts)
+        return dataclasses.replace(self, convolution=self.convolution.commit(this, path, counts), states=states)
 
 
 def convolved(
@@ -187,13 +182,9 @@ def _follows(this: Pass, t: int) -> Bool[Array, " b"]:
     return (slots == jnp.roll(slots, 1)) & (this.lengths == jnp.roll(this.lengths, 1) + t)
 
 
-def _kept(this: Pass, none: int) -> Int[Array, " b"]:
-    """Returns the slot that each row of a prompt leaves its state in: of rows that are one prompt's, the last has it.
-
-    Args:
-        none: what stands for no slot.
-    """
+def _is_last(this: Pass) -> Bool[Array, " b"]:
+    """Tells which rows of a prompt leave their state: of rows that are one prompt's, the last one."""
     assert this.counts is not None
     slots, read, row = _slots(this), this.counts > 0, jnp.arange(len(this.lengths))
     later = (slots[None] == slots[:, None]) & (row[None] > row[:, None]) & read[None]
-    return jnp.where(read & ~later.any(axis=1), slots, none)
+    return read & ~later.any(axis=1)

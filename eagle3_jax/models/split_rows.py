@@ -66,7 +66,7 @@ class SplitRows:
         def local(pieces: Tokens, positions: Array) -> Array:
             (b, size, n), d = pieces.betas.shape, (pieces.keys.shape[-1], pieces.values.shape[-1])
             row, positions = jax.tree.map(self.split.gathered, (pieces, positions))
-            outputs, _ = gated_delta.chain(row, jnp.zeros((b, n, *d)), positions == 0)
+            outputs, _ = gated_delta.chain(row, jnp.zeros((b, n, *d)), None, positions == 0, jnp.zeros(b, bool))
             return jax.lax.dynamic_slice_in_dim(outputs, self.split.begin(size), size, axis=1)
 
         return _over_pieces(local, (tokens, this.positions), P("data")), self

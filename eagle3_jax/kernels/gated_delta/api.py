@@ -7,6 +7,9 @@ A tree keeps no state per node: its nodes' keys, updates u and decays g are enou
 all three do the same operations in the same order, so that a node's output, and the state behind a path, are to the bit
 those of the same tokens in a row. Elsewhere a tree, and each chunk of a prompt, is one unit-triangular system under the
 ancestor mask, which sums in another order.
+
+States are [slots, value heads, d_k, d_v], and a row names its slot; out of range it reads any, and writes none. Slots
+of None are the rows' own, which a mesh's data axis may split with them.
 """
 
 from __future__ import annotations
@@ -15,46 +18,63 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.dispatch import device
-from eagle3_jax.kernels.gated_delta import solve, walk
+from eagle3_jax.kernels.dispatch import Implementation, choose, device, over_mesh
+from eagle3_jax.kernels.gated_delta import cpu, solve, walk
 from eagle3_jax.kernels.gated_delta.tokens import Tokens
+
+# How a mesh splits tokens, states, and what a row has.
+_TOKENS, _STATES, _ROWS = P("data", None, "model"), P("data", "model"), P("data")
 
 
 def chain(
     tokens: Tokens,
-    states: Float[Array, "b n d_k d_v"],
+    states: Float[Array, "s n d_k d_v"],
+    slots: Int[Array, " b"] | None,
     begins: Bool[Array, "b t"],
+    kept: Bool[Array, " b"],
     *,
     follows: Bool[Array, " b"] | None = None,
-) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b n d_k d_v"]]:
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "b t n d_v"], Float[Array, "s n d_k d_v"]]:
     """Reads tokens in order.
 
     Args:
         begins: whether a document begins with a token: no state before it counts.
+        kept: whether the state behind a row's last token is written to its slot.
         follows: whether a row goes on where the row before it ends; None: no row does.
+        implementation: the default is "cpu" on a CPU where its kernel knows the sizes, "xla" elsewhere.
 
     Returns:
-        Outputs, and the states behind the last token.
+        Outputs, and all states.
     """
-    form = walk if _is_exact() else solve
+    if _chosen(implementation, states) == "cpu":
+        operands = tokens, states, slots, begins, kept, jnp.zeros_like(kept) if follows is None else follows
+        specs = _TOKENS, _STATES, _ROWS, _ROWS, _ROWS, _ROWS
+        return over_mesh(cpu.chain, operands, specs, (_TOKENS, _STATES), _sizes(tokens.keys, slots))
+    form, own = _form(), _of(states, slots)
     if follows is None:
-        return form.chain(tokens, states, begins)
+        outputs, own = form.chain(tokens, own, begins)
+    else:
 
-    def row(before: Array, of: Any) -> tuple[Array, tuple[Array, Array]]:
-        tokens, state, begin, goes_on = jax.tree.map(lambda x: x[None], of)
-        outputs, state = form.chain(tokens, jnp.where(goes_on[:, None, None, None], before, state), begin)
-        return state, (outputs[0], state[0])
+        def row(before: Array, of: Any) -> tuple[Array, tuple[Array, Array]]:
+            tokens, state, begin, goes_on = jax.tree.map(lambda x: x[None], of)
+            outputs, state = form.chain(tokens, jnp.where(goes_on[:, None, None, None], before, state), begin)
+            return state, (outputs[0], state[0])
 
-    _, (outputs, states) = jax.lax.scan(row, jnp.zeros_like(states[:1]), (tokens, states, begins, follows))
-    return outputs, states
+        _, (outputs, own) = jax.lax.scan(row, jnp.zeros_like(own[:1]), (tokens, own, begins, follows))
+    return outputs, _written(states, slots, own, kept)
 
 
 def tree(
     tokens: Tokens,
-    states: Float[Array, "b n d_k d_v"],
+    states: Float[Array, "s n d_k d_v"],
+    slots: Int[Array, " b"] | None,
     mask: Bool[Array, "b t t"] | None,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b t n d_v"]]:
     """Reads the nodes of a tree, each behind its ancestors.
 
@@ -64,23 +84,52 @@ def tree(
     Returns:
         Outputs, and the updates u.
     """
+    b, t, _ = tokens.betas.shape
     if mask is None:
-        b, t, _ = tokens.betas.shape
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t))
-    form = walk if _is_exact() else solve
-    return form.tree(tokens, states, mask)
+    if _chosen(implementation, states) == "cpu":
+        operands = tokens, states, slots, walk.parents(mask)
+        specs = _TOKENS, _STATES, _ROWS, _ROWS
+        return over_mesh(cpu.tree, operands, specs, (_TOKENS, _TOKENS), _sizes(tokens.keys, slots))
+    return _form().tree(tokens, _of(states, slots), mask)
 
 
 def fold(
-    states: Float[Array, "b n d_k d_v"],
+    states: Float[Array, "s n d_k d_v"],
+    slots: Int[Array, " b"] | None,
     keys: Float[Array, "b p k d_k"],
     updates: Float[Array, "b p n d_v"],
     decays: Float[Array, "b p n"],
     counts: Int[Array, " b"],
-) -> Float[Array, "b n d_k d_v"]:
-    """Returns the states behind the first `counts` nodes of a path."""
-    return (walk if _is_exact() else solve).fold(states, keys, updates, decays, counts)
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "s n d_k d_v"]:
+    """Moves states on by the first `counts` nodes of a path; all others are as they were."""
+    if _chosen(implementation, states) == "cpu":
+        operands = states, slots, keys, updates, decays, counts
+        specs = _STATES, _ROWS, _TOKENS, _TOKENS, _TOKENS, _ROWS
+        return over_mesh(cpu.fold, operands, specs, _STATES, _sizes(keys, slots))
+    own = _form().fold(_of(states, slots), keys, updates, decays, counts)
+    return _written(states, slots, own, counts > 0)
 
 
-def _is_exact() -> bool:
-    return device().platform == "cpu"
+def _chosen(implementation: Implementation | None, states: Array) -> Implementation:
+    return choose(implementation, cpu=cpu.supports(states.shape[3]))
+
+
+def _form() -> Any:
+    return walk if device().platform == "cpu" else solve
+
+
+def _of(states: Float[Array, "s n d_k d_v"], slots: Int[Array, " b"] | None) -> Float[Array, "b n d_k d_v"]:
+    return states if slots is None else jnp.take(states, slots, axis=0, mode="clip")
+
+
+def _written(states: Array, slots: Array | None, own: Array, kept: Bool[Array, " b"]) -> Array:
+    if slots is None:
+        return jnp.where(kept[:, None, None, None], own, states)
+    return states.at[jnp.where(kept, slots, len(states))].set(own, mode="drop")
+
+
+def _sizes(keys: Array, slots: Array | None) -> dict[str, int]:
+    return {"model": keys.shape[2]} | ({"data": len(keys)} if slots is None else {})

@@ -34,8 +34,6 @@ def tree(
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b t n d_v"]]:
     """See `api.tree`; the states of this layer's nodes live as long as the call."""
     t = mask.shape[1]
-    # A node's parent is the last of its ancestors; its state lies one place further, behind the committed one.
-    parents = jnp.max(jnp.where(jnp.tril(mask, -1), jnp.arange(1, t + 1), 0), axis=-1)
     every = jnp.zeros((t + 1, *states.shape), states.dtype).at[0].set(states)
 
     def node(every: Array, of: tuple[Array, Array, Tokens]) -> tuple[Array, tuple[Array, Array]]:
@@ -44,8 +42,14 @@ def tree(
         state, update, output = _step(before, own)
         return jax.lax.dynamic_update_index_in_dim(every, state, index, 0), (output, update)
 
-    _, (outputs, updates) = jax.lax.scan(node, every, (jnp.arange(1, t + 1), *_in_time((parents, tokens))))
+    _, (outputs, updates) = jax.lax.scan(node, every, (jnp.arange(1, t + 1), *_in_time((parents(mask), tokens))))
     return outputs.swapaxes(0, 1), updates.swapaxes(0, 1)
+
+
+def parents(mask: Bool[Array, "b t t"]) -> Int[Array, "b t"]:
+    """Returns each node's parent, the last of its ancestors, as an index plus one; 0: it stands behind the text."""
+    t = mask.shape[1]
+    return jnp.max(jnp.where(jnp.tril(mask, -1), jnp.arange(1, t + 1, dtype=jnp.int32)[None, None], 0), axis=-1)
 
 
 def fold(

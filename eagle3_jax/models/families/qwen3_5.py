@@ -51,7 +51,7 @@ class Qwen35Config(ModelConfig):
     architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
     model_type: ClassVar[str] = "qwen3_5_text"
     supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": False}
-    defaults: ClassVar[dict[str, Any]] = {"head_dim": 256, "max_position_embeddings": 32768, "rope_theta": 1e7}
+    defaults: ClassVar[dict[str, Any]] = {"head_dim": 256, "max_position_embeddings": 32768}
     recurrent: ClassVar[bool] = True
     partial_rotary: ClassVar[bool] = True
 
@@ -134,7 +134,7 @@ class Qwen3NextConfig(Qwen35MoeConfig):
 
     architecture: ClassVar[str] = "Qwen3NextForCausalLM"
     model_type: ClassVar[str] = "qwen3_next"
-    defaults: ClassVar[dict[str, Any]] = Qwen35Config.defaults | {"rope_theta": 1e4, "norm_topk_prob": True}
+    defaults: ClassVar[dict[str, Any]] = Qwen35Config.defaults | {"norm_topk_prob": True}
 
 
 class GatedAttention(Attention):

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle3_jax.kernels.gated_delta import api, solve, walk
+from eagle3_jax.kernels.gated_delta import api, cpu, solve, walk
 from eagle3_jax.kernels.gated_delta.tokens import Tokens
 
 # Heads of keys and of values, d_k, d_v.
-SHAPES = ((1, 1, 4, 4), (2, 4, 8, 12), (3, 3, 5, 7))
+SHAPES = ((1, 1, 4, 4), (2, 4, 8, 48), (3, 3, 5, 16))
 NODES, LONGEST = 9, 150
 
 
@@ -56,54 +56,79 @@ def random_mask(draws: list[int]) -> np.ndarray:
     return mask
 
 
-@pytest.mark.parametrize("form", [walk, solve], ids=["walk", "solve"])
+FORMS = ["cpu", "walk", "solve"]
+
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """The implementation to ask for; what stands behind XLA's is that of CPUs, or that of other devices."""
+    if request.param != "cpu":
+        monkeypatch.setattr(api, "_form", lambda: {"walk": walk, "solve": solve}[request.param])
+    return "cpu" if request.param == "cpu" else "xla"
+
+
+def skip_unless(form: str, shape: tuple[int, int, int, int]) -> None:
+    if form == "cpu" and not cpu.supports(shape[3]):
+        pytest.skip("not a size of the CPU's kernel")
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(draws=st.lists(st.integers(0, 50), min_size=NODES, max_size=NODES), leaf=st.integers(0, NODES - 1))
 def test_a_tree_is_its_branches_and_a_committed_path_the_recurrence(form, shape, draws, leaf):
-    *tokens, states = operands(shape, 2, NODES)
-    mask = np.stack([random_mask(draws), random_mask(draws[::-1])])
-    outputs, updates = jax.jit(form.tree)(placed(tokens), states, mask)
+    """In slots that are not the rows'; a row without one, and a row that commits nothing, write none."""
+    skip_unless(form, shape)
+    *tokens, states = operands(shape, 4, NODES)
+    slots = np.array([2, 0, 4, 1], np.int32)
+    mask = np.stack([random_mask(draws), random_mask(draws[::-1]), random_mask(draws), random_mask(draws)])
+    tree = jax.jit(functools.partial(api.tree, implementation=form))
+    outputs, updates = tree(placed(tokens), states, slots, mask)
     for row in range(2):
         for node in range(NODES):
             path = np.flatnonzero(mask[row, node])
-            expected, _ = recurrence(*(x[row, path] for x in tokens), states[row])
+            expected, _ = recurrence(*(x[row, path] for x in tokens), states[slots[row]])
             np.testing.assert_allclose(outputs[row, node], expected[-1], atol=1e-4)
-    paths = [np.flatnonzero(mask[row, leaf]) for row in range(2)]
+    paths = [np.flatnonzero(x[leaf]) for x in mask]
     along = np.stack([np.pad(path, (0, NODES - len(path)), mode="edge") for path in paths])
     _, keys, _, decays, _ = tokens
-    nodes = (np.take_along_axis(x, along.reshape(2, -1, *[1] * (x.ndim - 2)), axis=1) for x in (keys, updates, decays))
-    counts = np.array([len(paths[0]), 0])
-    folded = jax.jit(form.fold)(states, *nodes, counts)
-    _, expected = recurrence(*(x[0, paths[0]] for x in tokens), states[0])
-    np.testing.assert_allclose(folded[0], expected, atol=1e-4)
-    np.testing.assert_array_equal(folded[1], states[1])
+    nodes = (np.take_along_axis(x, along.reshape(4, -1, *[1] * (x.ndim - 2)), axis=1) for x in (keys, updates, decays))
+    counts = np.array([len(paths[0]), 0, len(paths[2]), len(paths[3])], np.int32)
+    folded = jax.jit(functools.partial(api.fold, implementation=form))(states, slots, *nodes, counts)
+    for row in (0, 3):
+        _, expected = recurrence(*(x[row, paths[row]] for x in tokens), states[slots[row]])
+        np.testing.assert_allclose(folded[slots[row]], expected, atol=1e-4)
+    np.testing.assert_array_equal(folded[0], states[0])
+    np.testing.assert_array_equal(folded[3], states[3])
 
 
-@pytest.mark.parametrize("form", [walk, solve], ids=["walk", "solve"])
 @pytest.mark.parametrize(("shape", "t"), [(SHAPES[0], 3), (SHAPES[1], 64), (SHAPES[2], LONGEST)], ids=str)
 def test_a_prompt_is_the_recurrence_and_a_document_begins_anew(form, shape, t):
     """Documents begin inside a chunk and at its edge; a token without decay and beta changes nothing."""
-    *tokens, states = (np.array(x) for x in operands(shape, 2, t))
-    begins = np.zeros((2, t), bool)
+    skip_unless(form, shape)
+    *tokens, states = (np.array(x) for x in operands(shape, 3, t))
+    begins, slots, kept = np.zeros((3, t), bool), np.array([2, 0, 3], np.int32), np.array([True, False, True])
     begins[0, [place for place in (1, 40, 64, 100) if place < t]] = True
     padding = slice(t - t // 4, t)
     tokens[3][1, padding], tokens[4][1, padding] = 0, 0
-    outputs, after = jax.jit(form.chain)(placed(tokens), states, begins)
-    for row in range(2):
+    chain = jax.jit(functools.partial(api.chain, implementation=form))
+    outputs, after = chain(placed(tokens), states, slots, begins, kept)
+    for row in range(2):  # the third one has no slot
         edges = [0, *(place for place in np.flatnonzero(begins[row]) if place), t]
-        state = states[row]
+        state = states[slots[row]]
         for start, end in itertools.pairwise(edges):
             state = np.zeros_like(state) if begins[row, start] else state
             expected, state = recurrence(*(x[row, start:end] for x in tokens), state)
             np.testing.assert_allclose(outputs[row, start:end], expected, atol=2e-4)
-        np.testing.assert_allclose(after[row], state, atol=2e-4)
+        if kept[row]:
+            np.testing.assert_allclose(after[slots[row]], state, atol=2e-4)
+    np.testing.assert_array_equal(after[:2], states[:2])
 
 
-def test_a_row_goes_on_where_the_one_before_it_ends():
-    *tokens, states = operands(SHAPES[1], 3, 6)
-    follows = np.array([False, True, False])
-    outputs, after = jax.jit(api.chain)(placed(tokens), states, np.zeros((3, 6), bool), follows=follows)
+def test_a_row_goes_on_where_the_one_before_it_ends(form):
+    *tokens, states = operands(SHAPES[2], 3, 6)
+    follows, slots = np.array([False, True, False]), np.arange(3, dtype=np.int32)
+    chain = jax.jit(functools.partial(api.chain, implementation=form))
+    outputs, after = chain(placed(tokens), states, slots, np.zeros((3, 6), bool), np.ones(3, bool), follows=follows)
     expected, state = recurrence(*(x[:2].reshape(12, *x.shape[2:]) for x in tokens), states[0])
     np.testing.assert_allclose(np.concatenate(outputs[:2]), expected, atol=1e-4)
     np.testing.assert_allclose(after[1], state, atol=1e-4)
@@ -111,23 +136,26 @@ def test_a_row_goes_on_where_the_one_before_it_ends():
 
 
 @pytest.mark.parametrize("b", [1, 3])
-def test_on_a_cpu_drafts_change_no_bit(b):
+@pytest.mark.parametrize("form", ["cpu", "xla"])
+def test_on_a_cpu_drafts_change_no_bit(form, b):
     """A chain of nodes, a tree that holds it, one token after another, and a prompt: one answer, and one state."""
     shape, length = (2, 4, 16, 32), 6
+    chain, tree, fold = (jax.jit(functools.partial(f, implementation=form)) for f in (api.chain, api.tree, api.fold))
     *tokens, states = operands(shape, b, length)
-    chain, state = jax.jit(api.chain)(placed(tokens), states, np.zeros((b, length), bool))
+    slots = None if b == 1 else np.arange(b, dtype=np.int32)
+    expected, state = chain(placed(tokens), states, slots, np.zeros((b, length), bool), np.ones(b, bool))
     spread = [np.repeat(x, 2, axis=1) for x in tokens]  # each node twice: the second one is a leaf
     mask = np.kron(np.tril(np.ones((length, length), bool)), [[1, 0], [1, 0]]) | np.eye(2 * length, dtype=int)
     twice = spread, np.stack([mask] * b).astype(bool), slice(None, None, 2)
     for nodes, sees, at in ((tokens, None, slice(None)), twice):
-        outputs, updates = jax.jit(api.tree)(placed(nodes), states, sees)
-        np.testing.assert_array_equal(outputs[:, at], chain)
+        outputs, updates = tree(placed(nodes), states, slots, sees)
+        np.testing.assert_array_equal(outputs[:, at], expected)
         rows = nodes[1][:, at], updates[:, at], nodes[3][:, at]
-        np.testing.assert_array_equal(jax.jit(api.fold)(states, *rows, np.full(b, length)), state)
+        np.testing.assert_array_equal(fold(states, slots, *rows, np.full(b, length, np.int32)), state)
     one_by_one = jnp.asarray(states)
     for place in range(length):
         token = [x[:, place : place + 1] for x in tokens]
-        output, update = jax.jit(api.tree)(placed(token), one_by_one, None)
-        np.testing.assert_array_equal(output[:, 0], chain[:, place])
-        one_by_one = jax.jit(api.fold)(one_by_one, token[1], update, token[3], np.ones(b, int))
+        output, update = tree(placed(token), one_by_one, slots, None)
+        np.testing.assert_array_equal(output[:, 0], expected[:, place])
+        one_by_one = fold(one_by_one, slots, token[1], update, token[3], np.ones(b, np.int32))
     np.testing.assert_array_equal(one_by_one, state)
