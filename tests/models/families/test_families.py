@@ -252,6 +252,27 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
 
 
 @pytest.mark.slow
+def test_experts_that_a_checkpoint_keeps_in_one_tensor(tmp_path):
+    """Qwen 3.5's on the hub: gate and up of all experts behind one another."""
+    write_reference(tmp_path, "Qwen3_5MoeForCausalLM", 0)
+    config = fetch.read_config(tmp_path, (0, 1))
+    expected = load_model(tmp_path, config, jnp.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(config.num_hidden_layers):
+        source = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{source}.{j}.{name}_proj.weight") for j in range(config.num_experts)])
+            for name in ("gate", "up", "down")
+        )
+        fused = {f"{source}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{source}.down_proj": down}
+        tensors |= fused
+    save_file(tensors, tmp_path / "model.safetensors")
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    for got in (load_model(tmp_path, config, jnp.float32), load_model(tmp_path, config, jnp.float32, mesh)):
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     long_for("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMoForCausalLM"),

@@ -26,6 +26,15 @@ TEXT: dict[str, Any] = {
     "initializer_range": 0.2,
     "pad_token_id": None,
 }
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+    | {"partial_rotary_factor": 0.5, "mrope_interleaved": True},
+}
 TEXT_TOO: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {
         "sliding_window": 5,
@@ -38,17 +47,21 @@ TEXT_TOO: dict[str, dict[str, Any]] = {
     "Qwen3VLForConditionalGeneration": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     },
+    "Qwen3_5ForConditionalGeneration": DELTA,
+    "Qwen3_5MoeForConditionalGeneration": DELTA
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12},
 }
+QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 SEEING: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
     "Llama4ForConditionalGeneration": {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1}
     | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 16}
     | {"projector_input_dim": 16, "projector_output_dim": 16},
-    "Qwen2_5_VLForConditionalGeneration": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    | {"out_hidden_size": 32},
-    "Qwen3VLForConditionalGeneration": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    | {"out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    "Qwen2_5_VLForConditionalGeneration": QWEN_TOWER,
+    "Qwen3VLForConditionalGeneration": QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+    "Qwen3_5ForConditionalGeneration": QWEN_TOWER,
+    "Qwen3_5MoeForConditionalGeneration": QWEN_TOWER,
 }
 
 
@@ -76,7 +89,8 @@ def test_it_says_of_text_what_the_whole_model_says(tmp_path, architecture, capsy
     tower = sorted(name for name in tensors if text_name(name).startswith(TOWER))
     assert f"{len(tower)} tensors are not read: {', '.join(tower[:3])} ..." in capsys.readouterr().err
     positions = jnp.broadcast_to(jnp.arange(20), (2, 20))
-    hidden, _, _ = model(jnp.asarray(tokens), Pass(positions, jnp.zeros(2, jnp.int32)), model.empty_cache(2, 20))
+    this = Pass(positions, jnp.zeros(2, jnp.int32), counts=jnp.full(2, 20))
+    hidden, _, _ = model(jnp.asarray(tokens), this, model.empty_cache(2, 20))
     np.testing.assert_allclose(model.logits(hidden), expected, atol=1e-4, rtol=1e-4)
 
     missing = next(name for name in tensors if text_name(name) == "model.layers.1.input_layernorm.weight")
