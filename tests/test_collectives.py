@@ -55,7 +55,7 @@ def collectives(small, monkeypatch):
         target = tpu_fit.read_config(tpu_fit.fetch(config.target.name, whole=False), config.target.aux_layers)
         (program,) = [x for x in tpu_fit.VERBS[verb](config, target, devices) if x.name.endswith(name)]
         with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
-            text = hlo.optimised(program.trace().lower())
+            text = program.trace().lower().compile().as_text()
         found = hlo.collectives(text, dict(program.mesh.shape), branch=branch)
         print("\n".join(map(str, found)))
         return found

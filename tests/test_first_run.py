@@ -8,17 +8,14 @@ import pathlib
 import subprocess
 import sys
 import types
-from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny
 
 sys.path.insert(0, str(tiny.REPOSITORY / "tools"))
 
 import tpu_first_run
-from tpu.cases import CASES, Call, GroupedProduct
+from tpu.cases import Call, GroupedProduct
 from tpu.first_run import device, kernels, lines, resume, tokens
 
 from eagle3_jax.acceptance import AcceptanceCounts
@@ -51,49 +48,6 @@ def test_a_failing_check_is_a_line_and_the_lines_before_it_stay():
     first, last = lines.attempt("all of it", check)
     assert (first.name, first.verdict) == ("first", "ok")
     assert (last.name, last.verdict, last.got) == ("all of it", "WRONG", "ValueError: head: got none")
-
-
-def test_collectives_are_predicted_by_their_way_around_the_chips():
-    """Eight chips of a 2 x 4 slice in a ring, and the pairs of its other axis."""
-    places = [(x, y, 0) for y in range(4) for x in range(2)]
-    chips = [types.SimpleNamespace(device_kind="TPU v6 lite", coords=place) for place in places]
-    ring = [chips[i] for i in (0, 2, 4, 6, 7, 5, 3, 1)]
-
-    def on(devices: Any) -> Any:
-        shape = {"data": devices.shape[0], "model": devices.shape[1]}
-        return types.SimpleNamespace(devices=devices, size=8, axis_names=tuple(shape), shape=shape)
-
-    whole, pairs = on(np.array(ring).reshape(1, 8)), on(np.array(chips).reshape(4, 2))
-    seconds = lines.predict_collective("all-gather", 1 << 30, "model", whole)
-    assert seconds == pytest.approx(7 / 8 * (1 << 30) / 180e9 + 4e-6, rel=1e-3)
-    assert lines.predict_collective("all-gather", 1 << 30, "model", pairs) == pytest.approx(
-        1 / 2 * (1 << 30) / 180e9 + 1e-6, rel=1e-3
-    )
-    assert lines.predict_collective("all-gather", 8, "data", pairs) == pytest.approx(3e-6, rel=1e-3)
-
-
-def test_a_kernel_s_time_is_predicted_by_the_compiler_s_cycles_where_they_are_known():
-    case = CASES[0]
-    assert kernels.predict_cycles(case, "v6e") == pytest.approx(48.93e-6)
-    assert kernels.predict_cycles(case, "v5p") is None
-    assert kernels.predict_cycles(dataclasses.replace(case, kernel="another"), "v6e") is None
-
-
-def test_the_difference_of_results_is_that_of_the_worst_array():
-    one, ids = jnp.asarray([1.0, 4.0]), jnp.asarray([1, 2, 3, 4])
-    assert kernels.difference((one, ids), (one, ids)) == 0
-    assert kernels.difference((one, ids), (one.at[0].set(2), ids)) == pytest.approx(0.25)
-    assert kernels.difference((one, ids), (one, ids.at[3].set(5))) == pytest.approx(0.25)
-    assert kernels.difference((one.at[0].set(jnp.nan),), (one,)) == float("inf")
-
-
-def test_calls_in_one_program_follow_each_other():
-    def function(x, cache):
-        return x * 2, cache + x
-
-    run = kernels.repeated(Call(function, [((2,), "float32")] * 2, donated=(1,)), 5)
-    (x, cache), (result,) = run(([jnp.ones(2), jnp.zeros(2)], [jnp.zeros(2)]))
-    assert (x.tolist(), cache.tolist(), result.tolist()) == ([1, 1], [5, 5], [2, 2])
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,7 @@ Run it on every host of a slice at once (`tools/tpu_vm.sh first-run` does); proc
 
 Each stage is a process of its own: one that fails, crashes or hangs is a line of the table, and the next ones still
 run. Exit status 1: something is WRONG; 2: a wrong argument. A time above twice its prediction is "slow", which fails
-nothing. Rounds, training steps and collectives are predicted as tools/tpu/price.py prices the compiled program, kernels
-by the compiler's cycles (tools/tpu_kernels.py). Otherwise a prediction is a floor: bytes or operations over the chip's
-published figures.
+nothing. A prediction is a floor: bytes or operations over the chip's published figures.
 
 --small runs every stage at toy sizes, on CPUs too, where kernels are interpreted.
 """

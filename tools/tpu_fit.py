@@ -416,12 +416,17 @@ USUAL = ("evaluate", "regenerate", "extract", "train")
 
 
 def abstract_target(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:
-    dtype, model, weights = jnp.dtype(config.target.dtype), family_of(shape).model, config.target.weights
+    dtype, model = jnp.dtype(config.target.dtype), family_of(shape).model
+    floats = placed(shapes_of(lambda rngs: model(shape, dtype=dtype, rngs=rngs)), mesh, SHARDING_RULES)
+    return placed(in_few_bits(config, floats), mesh, SHARDING_RULES)
+
+
+def in_few_bits(config: RunConfig, target: TargetModel) -> TargetModel:
+    """Quantises a target's shapes as the config says. Raises ValueError: in the bits that its file has."""
+    weights = config.target.weights
     if weights == "stored":
         raise ValueError("target.weights: got 'stored', expected 'int8', 'fp8' or 'int4': only shapes are known here")
-    floats = placed(shapes_of(lambda rngs: model(shape, dtype=dtype, rngs=rngs)), mesh, SHARDING_RULES)
-    made = quantised_model(floats, weights, vocabulary=config.target.quantise_vocabulary)
-    return placed(made, mesh, SHARDING_RULES)
+    return quantised_model(target, weights, vocabulary=config.target.quantise_vocabulary)
 
 
 def by_rows(module: Any) -> Any:

@@ -24,13 +24,12 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tpu.hlo import (
-    COLLECTIVE,
     Collective,
     Executed,
     Operation,
@@ -38,6 +37,7 @@ from tpu.hlo import (
     arrays,
     bytes_of,
     collectives,
+    is_collective,
     root_of,
     shape_of,
 )
@@ -57,7 +57,7 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "copy", "convert", "transpose")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Price:
     """Seconds of a device.
 
@@ -72,96 +72,79 @@ class Price:
     straight: float = 0.0
     looped: float = 0.0
 
-    def __add__(self, other: Price) -> Price:
-        return Price(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
-
-    def __mul__(self, times: float) -> Price:
-        return Price(*(times * x for x in dataclasses.astuple(self)))
-
     @property
     def total(self) -> float:
         return self.products + self.passes + self.collectives
 
 
-def price(
-    program: Program,
-    mesh: Any,
-    chip: Chip,
-    *,
-    layers: float = 1.0,
-    one_pass: bool = False,
-    branch: Callable[..., Any] = max,
-) -> Price:
+def price(program: Program, mesh: Any, chip: Chip, *, layers: float = 1.0, **how: Any) -> Price:
     """Prices a program, or one pass through its loop.
 
     Args:
         mesh: the `jax.sharding.Mesh` that it was compiled for.
         layers: how many of the target's layers each compiled one stands for.
-        one_pass: see `hlo.Program.executed`; so is `branch`.
+        how: see `hlo.Program.executed`.
     """
-
-    def times(x: Executed | Collective, where: str) -> float:
-        return x.times * (layers if _LAYER in where else 1.0)
-
-    total = Price()
-    memory = _Memory(program)
+    paid, memory = Price(), _Memory(program)
     alone: dict[tuple[str, str], float] = {}  # (computation, operation) -> its seconds
-    for executed in program.executed(one_pass=one_pass, branch=branch):
-        if not executed.aside and not _free(program, executed):
-            name, operation = executed.computation, executed.operation
-            inner = list(program.inner(name, operation))
-            operations = sum(_operations(program, *pair) for pair in inner)
-            product = operations or "dot_general" in operation.where  # of one row: a sum of products for XLA
-            seconds = max(
-                operations / (chip.teraflops * 1e12),
-                memory.bytes(name, operation) / (chip.gigabytes * 1e9),
-                _LEAST_CYCLES / (chip.gigahertz * 1e9),
-            )
-            alone[name, operation.name] = seconds
-            found = Price(products=seconds) if product else Price(passes=seconds)
-            total += found * times(executed, operation.where)
-    places = [(*device.coords, getattr(device, "core_on_chip", 0)) for device in mesh.devices.flat]
-    travelling = collectives(program, dict(mesh.shape), one_pass=one_pass, branch=branch)
-    for x in travelling:
-        count, (computation, names) = times(x, x.where), x.beside
-        hidden = sum(alone.get((computation, name), 0.0) for name in names)
-        total += Price(
-            0, 0, count * max(0.0, travel(x, places, chip) - hidden), *((0, count) if x.in_loop else (count, 0))
+    for executed in program.executed(**how):
+        if executed.aside or _free(program, executed):
+            continue
+        operation, name = executed.operation, executed.computation
+        operations = sum(_operations(program, *pair) for pair in program.inner(name, operation))
+        alone[name, operation.name] = seconds = max(
+            operations / (chip.teraflops * 1e12),
+            memory.bytes(name, operation) / (chip.gigabytes * 1e9),
+            _LEAST_CYCLES / (chip.gigahertz * 1e9),
         )
-    return total
+        seconds *= executed.times * (layers if _LAYER in operation.where else 1.0)
+        if operations or "dot_general" in operation.where:  # of one row: a sum of products for XLA
+            paid.products += seconds
+        else:
+            paid.passes += seconds
+    places = places_of(mesh)
+    for x in collectives(program, dict(mesh.shape), **how):
+        count, (computation, names) = x.times * (layers if _LAYER in x.where else 1.0), x.beside
+        hidden = sum(alone.get((computation, name), 0.0) for name in names)
+        paid.collectives += count * max(0.0, travel(x, places, chip) - hidden)
+        paid.looped += count * x.in_loop
+        paid.straight += count * (not x.in_loop)
+    return paid
+
+
+def _free(program: Program, executed: Executed) -> bool:
+    """Whether an operation takes no time: its readers pay for it, it is a scalar, or it is a collective."""
+    operation = executed.operation
+    if _FREE.fullmatch(operation.kind) or _NO_KERNEL.search(operation.rest) or is_collective(program, executed):
+        return True
+    return operation.kind not in ("custom-call", "fusion") and math.prod(shape_of(operation.type)) <= 1
+
+
+def places_of(mesh: Any) -> list[tuple[int, ...]]:
+    """Lists the coordinates of the mesh's devices; the last one is a chip's core."""
+    return [(*device.coords, getattr(device, "core_on_chip", 0)) for device in mesh.devices.flat]
 
 
 def travel(collective: Collective, places: Sequence[tuple[int, ...]], chip: Chip) -> float:
     """Returns the seconds that a collective takes once.
 
     Args:
-        places: coordinates of the mesh's devices, in the mesh's order.
+        places: see `places_of`.
     """
     group = [places[partition] for partition in collective.group]
-    count = len(group)
+    count, link, size = len(group), chip.link * 1e9, collective.bytes
     across = max(1, max(_distance(a, b) for a, b in itertools.combinations(group, 2)))
-    link, size = chip.link * 1e9, collective.bytes
     if collective.kind == "collective-permute":
         return across * (HOP + size / (link / 2))
     around = sum(_distance(a, b) for a, b in zip(group, group[1:] + group[:1], strict=True))
-    apart = max(1.0, around / count)
     sent = {"all-reduce": 2 * (count - 1) / count, "all-to-all": count / 4}.get(collective.kind, (count - 1) / count)
-    return across * HOP * (2 if collective.kind == "all-reduce" else 1) + sent * size * apart / link
+    twice = 2 if collective.kind == "all-reduce" else 1
+    return across * HOP * twice + sent * size * max(1.0, around / count) / link
 
 
 def _distance(place: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Counts the links between two chips; the last coordinate is a chip's core."""
+    """Counts the links between two chips."""
     return sum(abs(a - b) for a, b in zip(place[:-1], other[:-1], strict=True))
-
-
-def _free(program: Program, executed: Executed) -> bool:
-    operation = executed.operation
-    if _FREE.fullmatch(operation.kind) or COLLECTIVE.fullmatch(operation.kind) or _NO_KERNEL.search(operation.rest):
-        return True
-    if operation.kind == "fusion":
-        inner = program.inner(executed.computation, operation)
-        return any(COLLECTIVE.fullmatch(part.kind) for _, part in inner)
-    return operation.kind != "custom-call" and math.prod(shape_of(operation.type)) <= 1
 
 
 class _Memory:

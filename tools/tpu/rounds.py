@@ -7,10 +7,9 @@ those of the same products. Collectives, other operations and waits take time to
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import tpu_fit  # sets the environment of JAX
@@ -32,7 +31,6 @@ from eagle3_jax.decoding.rounds.round import advance, draft_tree
 from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.kernels.linear import quantised
 from eagle3_jax.kernels.linear.layouts import bytes_of
-from eagle3_jax.kernels.linear.quantised import KINDS
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import family_of
@@ -41,15 +39,11 @@ from eagle3_jax.models.quantisation import quantised_model
 from eagle3_jax.models.shapes import shapes_of
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Bytes of the operands of matrix products, and their operations; a multiply-add is two."""
 
     bytes: int = 0
     operations: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.bytes + other.bytes, self.operations + other.operations)
 
     def seconds(self, chip: Chip) -> float:
         """Returns the least time of one device: the larger of bytes over bandwidth and operations over the peak."""
@@ -60,34 +54,27 @@ def work(jaxpr: Any) -> Work:
     """Sums the products of a program without loops around them; a conditional counts by its largest branch.
 
     An operand that is converted first counts as it lies in memory: the product converts it on its way.
-
-    Raises:
-        ValueError: a product in a loop.
     """
-    total = Work()
+    found: list[Work] = []
     held: dict[Any, Any] = {}  # a converted variable -> the one that memory holds
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "convert_element_type":
-            (source,), (converted,) = equation.invars, equation.outvars
-            held[converted] = held.get(source, source) if isinstance(source, Var) else source
-        if equation.primitive.name == "pallas_call":  # a grouped product, see `counted`
-            operands: list[Any] = [x.aval for x in equation.invars if isinstance(x, Var)]
-            result: Any = equation.outvars[0].aval
-            values = next(x for x in operands if x.ndim == 3)
-            total += Work(sum(map(bytes_of, operands)), 2 * values.shape[1] * result.size)
-            continue
-        if equation.primitive.name == "dot_general":
+        name = equation.primitive.name
+        operands: list[Any] = [x for x in equation.invars if isinstance(x, Var)]
+        if name == "convert_element_type" and operands:
+            held[equation.outvars[0]] = held.get(operands[0], operands[0])
+        if name == "pallas_call":  # a grouped product, see `counted`
+            values = next(x.aval for x in operands if x.aval.ndim == 3)
+            read = sum(bytes_of(x.aval) for x in operands)
+            found.append(Work(read, 2 * values.shape[1] * equation.outvars[0].aval.size))
+        elif name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-            read = sum(bytes_of(held.get(x, x).aval) for x in equation.invars if isinstance(x, Var))
-            total += Work(read, 2 * inner * equation.outvars[0].aval.size)
-            continue
-        parts = [work(part) for part in jaxprs_in_params(equation.params)]
-        if equation.primitive.name in ("while", "scan") and any(part.operations for part in parts):
-            raise ValueError(f"{equation.primitive.name}: got a product in a loop, expected none")
-        largest = max(parts, key=lambda part: part.bytes, default=Work())
-        total = total + largest if equation.primitive.name == "cond" else sum(parts, total)
-    return total
+            read = sum(bytes_of(held.get(x, x).aval) for x in operands)
+            found.append(Work(read, 2 * inner * equation.outvars[0].aval.size))
+        else:
+            parts = [work(part) for part in jaxprs_in_params(equation.params)]
+            found += [max(parts, default=Work())] if name == "cond" else parts
+    return Work(sum(x.bytes for x in found), sum(x.operations for x in found))
 
 
 def counted(config: RunConfig, tree: DraftTree | None, context: int, batch: int = 1) -> tuple[Work, Work]:
@@ -97,32 +84,20 @@ def counted(config: RunConfig, tree: DraftTree | None, context: int, batch: int 
         tree: None is vanilla decoding.
     """
     shape = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
-    dtype = jnp.dtype(config.target.dtype)
+    dtype, draft = jnp.dtype(config.target.dtype), None
     target = shapes_of(lambda rngs: family_of(shape).model(shape, dtype=dtype, rngs=rngs))
-    head = draft = None
-    if tree is not None:
-        head = tpu_fit.drafting_head(config, shape)
-        target = target.observed_at(head.config.aux_layers)
-    weights = config.target.weights
-    if weights == "stored":
-        raise ValueError(f"target.weights: got {weights!r}, expected null, {', '.join(map(repr, KINDS))}")
-    target = quantised_model(target, weights, vocabulary=config.target.quantise_vocabulary)
-    if head is not None:
+    head = tpu_fit.drafting_head(config, shape) if tree else None
+    target = target.observed_at(head.config.aux_layers) if head else target
+    target = tpu_fit.in_few_bits(config, target)
+    if head:
         head = quantised_model(head, config.serve.draft_weights or weights_beside(target), vocabulary=True)
         token_ids: Any = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(head, token_ids)
     tier = Tier(tree, head=draft is not None)
-    sizes = Sizes.plan(batch, context, PAGE_SIZE, [tier])
+    sizes, plan = Sizes.plan(batch, context, PAGE_SIZE, [tier]), RoundPlan(tier, greedy=True)
     state = jax.eval_shape(lambda models: empty_state(models, sizes, [tier], None), Models.of(target, draft))
-    plan = RoundPlan(tier, greedy=True)
     # A TPU multiplies groups by a Pallas kernel; XLA's operations for them read more.
     with mock.patch.object(quantised, "choose", lambda _, *, pallas: "pallas" if pallas else "xla"):
         drafting = jax.make_jaxpr(lambda *x: draft_tree(x[0], x[1], x[2], plan)[1].draft_cache)(target, draft, state)
         whole = jax.make_jaxpr(lambda *x: advance(x[0], x[1], x[2], plan))(target, draft, state)
     return work(drafting.jaxpr), work(whole.jaxpr)
-
-
-def sized(text: str) -> DraftTree:
-    """Parses "steps,topk,nodes"."""
-    steps, topk, nodes = map(int, text.split(","))
-    return DraftTree(num_steps=steps, topk=topk, num_draft_tokens=nodes)

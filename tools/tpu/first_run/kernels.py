@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +16,6 @@ from eagle3_jax.kernels.vocabulary.api import argmax, vocabulary_logits
 from eagle3_jax.runs import timing
 from tpu.cases import CASES, Attention, Call, Case, Commit, GroupedProduct, TopK, TrainingTimeTest
 from tpu.first_run.lines import Line, attempt, chip_of, predict, right, skipped, time, within
-from tpu.topology import CHIPS
 
 # Largest error beside the largest number of the expected result, in bfloat16, as all cases are.
 TOLERANCE = 2e-2
@@ -26,7 +23,6 @@ TOLERANCE = 2e-2
 # bfloat16 instead of HIGHEST has 3e-3.
 FLOAT32_TOLERANCE = 2e-5
 TIMES = 32  # calls of a kernel in one program, so that the start of a program counts little
-CYCLES = pathlib.Path(__file__).parents[3] / "tests/kernels/tpu_cycles.json"
 _SMALL: dict[type[Case], dict[str, Any]] = {
     Attention: {"nodes": 4, "query_heads": 4, "kv_heads": 2, "batch": 2, "keys": 512},
     TopK: {"queries": 4, "k": 4, "hidden": 128, "vocabulary": 512},
@@ -75,9 +71,7 @@ def _kernel(name: str, case: Case, device: Any, how: dict[str, Any]) -> Iterator
     chip = chip_of(device)
     floor = predict(chip, read=case.floor_bytes, operations=case.operations)
     share = "" if floor is None else f", {floor / seconds:.0%} of the floor"
-    name_of_chip = next((known for known, figures in CHIPS.items() if figures == chip), None)
-    predicted = predict_cycles(case, name_of_chip) or floor
-    yield time(f"{name}: time", seconds, predicted, share, floor_seconds=floor)
+    yield time(f"{name}: time", seconds, floor, share)
 
 
 def operands(case: Case, call: Call) -> list[jax.Array]:
@@ -157,16 +151,6 @@ def repeated(call: Call, times: int) -> jax.stages.Wrapped:
         return jax.lax.optimization_barrier((given, results[:first]))
 
     return jax.jit(lambda carried: jax.lax.fori_loop(0, times, once, carried), donate_argnums=0)
-
-
-def predict_cycles(case: Case, chip: str | None) -> float | None:
-    """Returns a kernel's seconds from the compiler's cycles (tools/tpu_kernels.py), if they are stored for the chip."""
-    wanted = dataclasses.asdict(case) | {"chip": chip}
-    for row in json.loads(CYCLES.read_text()) if chip and CYCLES.exists() else ():
-        if all(row.get(name) == value for name, value in wanted.items()):
-            figures = ("cycles_microseconds", "memory_microseconds", "compute_microseconds")
-            return max(row[name] or 0.0 for name in figures) / 1e6
-    return None
 
 
 def _float32(*, small: bool) -> Iterator[Line]:

@@ -7,13 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
 from eagle3_jax.runs.chips import TERAFLOPS
-from tpu import hlo
-from tpu import price as pricing
 from tpu.topology import CHIPS, Chip
 
 OK, WRONG, SLOW, SKIPPED = "ok", "WRONG", "slow", "skipped"
@@ -62,7 +56,7 @@ def time(name: str, seconds: float, predicted: float | None, more: str = "", **n
     """Makes the line of a time.
 
     Args:
-        predicted: seconds, see `predict`; None is no prediction.
+        predicted: seconds, a floor such as `predict`'s; None is no prediction.
         more: text behind the time.
     """
     expected = "-" if predicted is None else f"{duration(predicted)}, {predicted / seconds:.0%} of the time"
@@ -109,34 +103,6 @@ def predict(chip: Chip | None, *, read: float = 0, operations: float = 0, device
     if chip is None:
         return None
     return max(read / (chip.gigabytes * 1e9), operations / (chip.teraflops * 1e12)) / devices
-
-
-def predict_program(lowered: jax.stages.Lowered, mesh: Mesh, *, rounds: bool) -> float | None:
-    """Predicts the seconds of a program, or of one greedy round of it, from its compiled operations and collectives.
-
-    None is no prediction: there are no figures of the chip, or the compiler wrote what JAX or tools/tpu/hlo.py cannot
-    read.
-    """
-    if (chip := chip_of(mesh.devices.flat[0])) is None:
-        return None
-    try:
-        program = hlo.Program(lowered.compile().as_text() or "")
-        how: dict[str, Any] = {"one_pass": True, "branch": min} if rounds else {}
-        return pricing.price(program, mesh, chip, **how).total
-    except Exception:  # of a compiler that was never seen; a floor is left
-        traceback.print_exc()
-        return None
-
-
-def predict_collective(kind: str, size: int, axis: str, mesh: Mesh) -> float | None:
-    """Predicts the seconds of an all-reduce or all-gather of an array of `size` bytes along an axis of the mesh."""
-    if (chip := chip_of(mesh.devices.flat[0])) is None:
-        return None
-    ids = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), mesh.axis_names.index(axis), -1)
-    group = tuple(ids.reshape(-1, mesh.shape[axis])[0].tolist())
-    travelling = hlo.Collective(kind, size, (axis,), group, times=1, in_loop=False, where="")
-    places = [(*device.coords, getattr(device, "core_on_chip", 0)) for device in mesh.devices.flat]
-    return pricing.travel(travelling, places, chip)
 
 
 def duration(seconds: float) -> str:

@@ -24,13 +24,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from eagle3_jax.config import DraftTree, MeshConfig, RunConfig, run_file
-from eagle3_jax.decoding.device import calls, programs
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import padding, profile
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.kernels.linear import few_rows
-from eagle3_jax.mesh import batch_sharding, make_mesh, mesh_set, put, shardings
+from eagle3_jax.mesh import batch_sharding, make_mesh, put, shardings
 from eagle3_jax.models.checkpoint.fetch import read_config
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
@@ -44,7 +43,7 @@ from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.kinds.eagle3 import Eagle3
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_state, make_train_step
-from tpu.first_run.lines import Line, attempt, chip_of, predict, predict_program, skipped, time
+from tpu.first_run.lines import Line, attempt, chip_of, predict, skipped, time
 
 ROOT = pathlib.Path(__file__).parents[3]
 CONFIG, SHAPE = ROOT / "configs/llama31_8b.yaml", ROOT / "configs/targets/llama31_8b"
@@ -193,14 +192,10 @@ def _round(name: str, run: Run, engine: Engine, tier: Tier) -> Line:
         tau = stats.acceptance_length
     seconds = statistics.median(taken[1:])
     read = profile.bytes_read(Models.of(run.target, run.draft), tier, 1, run.prompt + run.answer // 2)
-    runner = engine.own_runner
-    call = calls.decode(runner.sizes, width=runner.sizes.batch, tier=tier)
-    with mesh_set(runner.mesh):
-        lowered = programs.decode.lower(*runner._arguments(call, runner._state))
     floor = predict(chip_of(run.mesh.devices.flat[0]), read=read, devices=run.mesh.size)
     numbers = {"tokens_per_second": tau / seconds, "tau": tau, "gigabytes_per_second": read / seconds / 1e9}
     more = f", {tau / seconds:.0f} tokens/s at tau {tau:.2f}"
-    return time(name, seconds, predict_program(lowered, run.mesh, rounds=True) or floor, more, **numbers)
+    return time(name, seconds, floor, more, **numbers)
 
 
 # ------------------------------------------------------------------------------------------------------- training steps
@@ -219,7 +214,6 @@ def _steps(run: Run) -> Iterator[Line]:
     kind, optimizer = Eagle3(head, config), make_optimizer(config, 1000)
     state = init_state(functools.partial(kind.new, 0), teacher.rows, optimizer, run.mesh)
     step = make_train_step(kind, optimizer, run.mesh)
-    predicted = predict_program(step.lower(state, teacher, batch), run.mesh, rounds=False)
 
     def work() -> None:
         nonlocal state
@@ -235,7 +229,7 @@ def _steps(run: Run) -> Iterator[Line]:
     used = "" if floor is None else f", MFU {floor / seconds:.0%}"
     used += "" if memory is None else f", {memory / 2**30:.1f} GiB at most"
     numbers = {"tokens_per_second": tokens / seconds, "teraflops": operations / seconds / 1e12, "peak_bytes": memory}
-    yield time(name, seconds, predicted or floor, f", {tokens / seconds:,.0f} tokens/s{used}", **numbers)
+    yield time(name, seconds, floor, f", {tokens / seconds:,.0f} tokens/s{used}", **numbers)
 
 
 def _inputs(run: Run) -> tuple[Teacher, Batch]:

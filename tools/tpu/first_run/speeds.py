@@ -18,7 +18,7 @@ from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, put, replicated
 from eagle3_jax.models.inference_layout import Product
 from eagle3_jax.runs import timing
-from tpu.first_run.lines import Line, attempt, chip_of, predict, predict_collective, right, skipped, time
+from tpu.first_run.lines import Line, attempt, chip_of, predict, right, skipped, time
 
 TIMES = 16  # collectives in one program
 ARGUMENTS = 400  # as many leaves as an 8B target, its head and its caches have
@@ -79,8 +79,8 @@ def _collectives(axis: str, mesh: Mesh, elements: int) -> Iterator[Line]:
         several = _over(mesh, axis, functools.partial(_several, kind))
         seconds = timing.in_turns([lambda f=several, x=start: f(x).block_until_ready()], lambda: None)[0] / TIMES
         rate = share * 4 * elements / seconds / 1e9
-        predicted = predict_collective(kind.__name__.replace("_", "-"), 4 * elements, axis, mesh)
-        numbers = {"gigabytes_per_second": rate}
+        chip, numbers = chip_of(mesh.devices.flat[0]), {"gigabytes_per_second": rate}
+        predicted = None if chip is None else share * 4 * elements / (chip.link * 1e9)
         yield time(f"{kind.__name__} {name}: time", seconds, predicted, f", {rate:.3g} GB/s", **numbers)
 
 
