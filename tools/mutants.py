@@ -1,7 +1,6 @@
 """Mutation testing: breaks one expression at a time and checks that the test of the broken guarantee fails.
 
     .venv/bin/python tools/mutants.py                        # all of tools/mutants.toml
-    .venv/bin/python tools/mutants.py --share 1/4            # every fourth, from the first: for four machines
     .venv/bin/python tools/mutants.py --sample 3 --seed 3    # some of them
     .venv/bin/python tools/mutants.py --name a-page-is-lost  # one
 
@@ -24,7 +23,6 @@ import os
 import pathlib
 import queue
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -162,14 +160,6 @@ def locate(root: pathlib.Path, test: str) -> str:
     return f"{found[0]}::{name}{bracket}{case}"
 
 
-def read_share(text: str) -> tuple[int, int]:
-    """Parses the two numbers of "2/4". Raises ArgumentTypeError: not a part of a whole."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected I/N with I from 1 to N")
-    return int(match[1]), int(match[2])
-
-
 def copy(folder: pathlib.Path) -> None:
     """Copies the tracked files from the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -214,38 +204,24 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], *more: str, timeout: f
     return process.returncode, output
 
 
-@dataclasses.dataclass(frozen=True)
-class Sound:
-    """Result of a test without mutants: its output if it did not pass, and its seconds."""
-
-    problem: str
-    seconds: float
-
-
-def run_sound(folder: pathlib.Path, tests: Sequence[str]) -> dict[str, Sound]:
-    """Runs all tests once, in one process, and returns each test's result."""
+def run_sound(folder: pathlib.Path, tests: Sequence[str]) -> dict[str, float]:
+    """Runs all tests once without a mutant, and returns the seconds of each. Raises SystemExit: one does not pass."""
     report = folder.parent / "sound.xml"
     named = ["-n", str(WORKERS), "--dist", "worksteal", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     status, output = run_tests(folder, tests, *named)
-    ended: dict[str, list[ElementTree.Element]] = collections.defaultdict(list)
+    seconds: dict[str, float] = collections.Counter()
     for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
-        file, name = case.get("file", ""), case.get("name", "")
-        for test in {file, f"{file}::{name}", f"{file}::{name.partition('[')[0]}"}:
-            ended[test].append(case)
-    found = {}
-    for test in tests:
-        problem = "" if any(not len(case) for case in ended[test]) else f"not run, status {status}\n{output[-2000:]}"
-        problem = next(
-            (part.text or "" for case in ended[test] for part in case if part.tag in ("failure", "error")), problem
-        )
-        found[test] = Sound(problem, sum(float(case.get("time") or 0) for case in ended[test]))
-    return found
+        file, name, passed = case.get("file", ""), case.get("name", ""), not len(case)
+        for test in {file, f"{file}::{name}", f"{file}::{name.partition('[')[0]}"} if passed else ():
+            seconds[test] += float(case.get("time") or 0)
+    missing = set(tests) - seconds.keys()
+    if status or missing:
+        sys.exit(f"without a mutant: status {status}, not passed: {', '.join(sorted(missing))}\n{output[-4000:]}")
+    return seconds
 
 
-def check(folder: pathlib.Path, mutant: Mutant, test: str, sound: Sound) -> str:
+def check(folder: pathlib.Path, mutant: Mutant, test: str, seconds: float) -> str:
     """Checks one mutant. Returns the problem in one sentence; empty if its test catches it."""
-    if sound.problem:
-        return f"{test} without the mutant: {sound.problem[-2000:]}"
     try:
         path, text = mutate(folder, mutant)
     except ValueError as error:
@@ -253,7 +229,7 @@ def check(folder: pathlib.Path, mutant: Mutant, test: str, sound: Sound) -> str:
     original = path.read_bytes()
     path.write_text(text)
     try:
-        status, output = run_tests(folder, [test], "-x", timeout=120 + _SLOWER * sound.seconds)
+        status, output = run_tests(folder, [test], "-x", timeout=120 + _SLOWER * seconds)
     finally:
         path.write_bytes(original)
     if status == 0:
@@ -270,27 +246,24 @@ def check_all(mutants: Sequence[Mutant]) -> int:
         for folder in folders:
             copy(folder)
             copies.put(folder)
-        sound = run_sound(folders[0], sorted(set(tests)))
+        seconds = run_sound(folders[0], sorted(set(tests)))
         for folder in folders[1:]:
             if cache_of(folders[0]).exists():
                 shutil.copytree(cache_of(folders[0]), cache_of(folder))
-        print(f"{len(sound)} tests without a mutant: {time.monotonic() - begin:.0f} s", flush=True)
+        print(f"{len(set(tests))} tests without a mutant: {time.monotonic() - begin:.0f} s", flush=True)
 
-        def judge(mutant: Mutant, test: str) -> tuple[str, float]:
-            folder, start = copies.get(), time.monotonic()
+        def judge(mutant: Mutant, test: str) -> str:
+            folder = copies.get()
             try:
-                return check(folder, mutant, test, sound[test]), time.monotonic() - start
+                return check(folder, mutant, test, seconds[test])
             finally:
                 copies.put(folder)
 
         with concurrent.futures.ThreadPoolExecutor(WORKERS) as threads:
-            judged = threads.map(judge, mutants, tests)
-            for number, (mutant, test, (problem, seconds)) in enumerate(
-                zip(mutants, tests, judged, strict=True), start=1
-            ):
+            judged = zip(mutants, tests, threads.map(judge, mutants, tests), strict=True)
+            for number, (mutant, test, problem) in enumerate(judged, start=1):
                 wrong += bool(problem)
-                verdict = problem or f"caught by {test}"
-                print(f"{number}/{len(mutants)} {mutant.name} ({seconds:.0f} s): {verdict}", flush=True)
+                print(f"{number}/{len(mutants)} {mutant.name}: {problem or f'caught by {test}'}", flush=True)
     print(f"{len(mutants) - wrong} of {len(mutants)} caught in {time.monotonic() - begin:.0f} s")
     return wrong
 
@@ -299,7 +272,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, help="how many, drawn at random; all of them without it")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--share", type=read_share, default=(1, 1), help="I/N: the I-th of N parts, from 1")
     parser.add_argument("--name", action="append", help="only this one; may be given several times")
     arguments = parser.parse_args()
     mutants = read(TABLE)
@@ -310,8 +282,6 @@ def main() -> None:
         mutants = [mutant for mutant in mutants if mutant.name in arguments.name]
     if arguments.sample is not None:
         mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
-    part, parts = arguments.share
-    mutants = mutants[part - 1 :: parts]
     sys.exit(check_all(mutants) > 0)
 
 
