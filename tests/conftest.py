@@ -219,7 +219,8 @@ def _order_of(path: pathlib.Path) -> tuple[int, int, int]:
     text, group = _text_of(path), _group_of(path)
     rank = {"whole_run": 0, "decoding": 1}.get(group, 2)
     # Whoever clears JAX's caches makes the tests behind it trace anew.
-    return rank, "jax.clear_caches()" in text, -text.count("mark.slow") if rank == 2 else 0
+    clears = "jax.clear_caches()" in text or "tpu_products" in text
+    return rank, clears, -text.count("mark.slow") if rank == 2 else 0
 
 
 @pytest.hookimpl(optionalhook=True)

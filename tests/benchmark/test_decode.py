@@ -26,7 +26,6 @@ def test_times_are_of_the_devices_of_an_engine_the_machine_and_versions(config, 
         assert identity["hardware"]["cores"] and identity["versions"]["jax"]
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch_sizes", "peer"), [((2,), None), pytest.param((1, 2), "transformers", marks=pytest.mark.long)]

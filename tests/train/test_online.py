@@ -146,7 +146,7 @@ def test_a_resumed_run_is_bit_equal(tmp_path, target, online, monkeypatch):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_has_a_mesh_of_its_own(tmp_path):
     """Extracted on 2 x 2 devices, trained on 4 x 1, where the target is loaded anew: the losses of one device."""
     folder, losses = tiny.write_target(tmp_path / "target"), []

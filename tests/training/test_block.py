@@ -77,7 +77,7 @@ def test_a_block_is_blind_to_what_lies_behind_its_anchor(packed, teacher, kind, 
     assert not np.allclose(before[1, -1], after[1, -1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rematerialisation_keeps_fewer_residuals_and_changes_no_gradient(packed, teacher):
     batch, anchors = packed
     head = make_block_head(DFlash, **TYPES["sliding"])

@@ -113,7 +113,7 @@ def test_an_altered_value_is_refused_by_name(tmp_path, monkeypatch):
         load_head(tmp_path, shapes())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_waits_for_a_tenth_of_a_slow_save_at_most(tmp_path, monkeypatch):
     """To a store that takes 20 MB/s. The state is overwritten meanwhile; what is written is not.
 

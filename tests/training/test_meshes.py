@@ -52,7 +52,7 @@ def computed():
     return compute
 
 
-OFTEN = (("eagle3", (4, 2)), ("eagle3", (8, 1)), ("dflash2", (4, 2)))
+OFTEN = (("eagle3", (4, 2)), ("eagle3", (8, 1)))
 MESHES = [
     pytest.param(name, *mesh, marks=() if (name, mesh) in OFTEN else pytest.mark.long)
     for name in trained()

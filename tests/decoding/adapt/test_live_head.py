@@ -112,7 +112,7 @@ def test_it_learns_where_the_target_is_split_over_a_mesh(toy, expected):
     assert any(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_head_of_bfloat16_learns_in_float32(toy):
     """Steps smaller than bfloat16's are not lost, and the head that drafts has the dtype that it had."""
     target, draft = jax.tree.map(

@@ -222,7 +222,7 @@ def test_latent_attention_and_grouped_experts_compile_for_a_tpu():
 @pytest.mark.parametrize(
     ("kind", "program", "tree", "greedy", "topology"),
     [
-        pytest.param(DFlash, "decode", CHAIN, True, "v6e:1x1", marks=[pytest.mark.slow, pytest.mark.smoke]),
+        pytest.param(DFlash, "decode", CHAIN, True, "v6e:1x1", marks=pytest.mark.slow),
         pytest.param(DFlash, "decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.long),
         pytest.param(DFlash, "prefill packed", CHAIN, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param(DFlash2, "decode", TREE, True, "v6e:1x1", marks=pytest.mark.long),
