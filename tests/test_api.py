@@ -1,11 +1,8 @@
 """The public names, their docstrings, and the extras that verbs need."""
 
-import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
-import json
 import os
 import pathlib
 import pkgutil
@@ -54,36 +51,6 @@ def test_what_is_public_is_what_is_listed():
     assert typed.name in project["tool"]["setuptools"]["package-data"]["eagle3_jax"]
 
 
-def _entries(text: str, section: str) -> set[str]:
-    """Names with an entry in a section of a docstring, "a, b: ..." for two."""
-    found = re.search(rf"^{section}:\n((?:[ ].*\n|\n)+)", text + "\n", re.M)
-    names = re.findall(r"^    ([\w*][\w*, ]*): \S", found[1], re.M) if found else []
-    return {name.strip(" *") for entry in names for name in entry.split(",")}
-
-
-def _public_callables():
-    for name in eagle3_jax.__all__:
-        member = getattr(eagle3_jax, name)
-        if not inspect.isclass(member):
-            yield name, member
-    for name, member in inspect.getmembers(eagle3_jax.Engine, inspect.isroutine):
-        if not name.startswith("_") or name == "__init__":
-            yield f"Engine.{name}", member
-
-
-@pytest.mark.parametrize(("name", "function"), [pytest.param(*x, id=x[0]) for x in _public_callables()])
-def test_every_argument_of_a_public_function_has_an_entry(name, function):
-    arguments = set(inspect.signature(function).parameters) - {"self"}
-    assert _entries(inspect.getdoc(function) or "", "Args") == arguments, name
-
-
-@pytest.mark.parametrize("name", [x for x in eagle3_jax.__all__ if dataclasses.is_dataclass(getattr(eagle3_jax, x))])
-def test_every_field_of_a_public_dataclass_has_an_entry(name):
-    member = getattr(eagle3_jax, name)
-    fields = {field.name for field in dataclasses.fields(member) if not field.name.startswith("_")}
-    assert _entries(inspect.getdoc(member) or "", "Attributes") == fields
-
-
 def test_the_package_itself_lists_its_verbs():
     def run(*arguments):
         command = [sys.executable, "-m", "eagle3_jax", *arguments]
@@ -100,28 +67,11 @@ def test_the_package_itself_lists_its_verbs():
     assert wrong.stderr.startswith("eagle3_jax: got 'trian', expected one of prepare, regenerate, extract, train, ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", ["report", "prepare"])
-def test_the_console_script_runs_a_verb(verb):
-    """A verb that is one file, and one that is a folder."""
-    project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"eagle3-jax": "eagle3_jax.__main__:main"}
-    code = f"import sys; sys.argv = ['eagle3-jax', '{verb}', '--config', 'none.yaml']\n"
-    code += "from eagle3_jax.__main__ import main; main()"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 2, answer.stderr
-    assert answer.stderr == f"eagle3_jax.{verb}: --config none.yaml: No such file or directory\n"
-
-
-def test_a_training_starts_without_pytorch():
-    """And leaves no trace in the place of PyTorch, for who imports that later."""
-    code = "import sys, eagle3_jax.train.__main__; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_importing_the_package_does_not_load_jax():
-    code = "import sys, eagle3_jax, eagle3_jax.config; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+@pytest.mark.parametrize(
+    ("modules", "absent"), [("eagle3_jax.train.__main__", "torch"), ("eagle3_jax, eagle3_jax.config", "jax")]
+)
+def test_what_is_not_needed_is_not_imported(modules, absent):
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; sys.exit({absent!r} in sys.modules)"], check=True)
 
 
 @pytest.mark.parametrize("platforms", ["", "cpu", "cpu,cuda"])
@@ -141,11 +91,6 @@ def test_what_is_refused_is_not_required():
             assert not [version for version in eagle3_jax._WRONG_ON_CPU if version in requirement.specifier]
             assert requirement.marker or "0.10.1" in requirement.specifier
             assert "0.12.0.1" in requirement.specifier
-
-
-@pytest.mark.parametrize(("jaxlib", "platforms"), [("0.10.2", "tpu,cpu"), ("0.10.1", ""), ("0.12.0.1", "cpu")])
-def test_other_versions_and_accelerators_are_not_refused(jaxlib, platforms):
-    eagle3_jax._refuse_wrong_results(jaxlib, platforms)
 
 
 def test_the_import_is_what_refuses():
@@ -185,13 +130,6 @@ def test_decoding_imports_nothing_of_an_extra():
     assert (answer.returncode, answer.stdout.strip()) == (0, "set()"), answer.stderr
 
 
-@pytest.mark.slow
-def test_a_head_is_converted_without_the_trainer():
-    code = "import sys, eagle3_jax.export.__main__\n"
-    code += "sys.exit(any(name.startswith('eagle3_jax.training') for name in sys.modules))"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
 def test_the_extras_of_the_verbs_are_those_of_the_project():
     project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     distributions = importlib.metadata.packages_distributions()
@@ -224,7 +162,7 @@ VERBS = {  # a verb and its words -> the extra that it needs
 }
 
 
-SHORT = ("prepare", "benchmark serve --prompts x")  # the others are long
+SHORT = ("prepare",)  # the others are long
 
 
 @pytest.mark.slow
@@ -258,21 +196,3 @@ def test_a_verb_names_the_extra_that_it_misses(tmp_path, words):
         return
     sentence = f"got no {', '.join(needed)}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'\n"
     assert errors == f"eagle3_jax.{verb}: {sentence}"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("extra", ["tpu"])
-def test_pip_resolves_the_extra(tmp_path, extra):
-    """`pip install "eagle3-jax[tpu]"` with an index: jax and a libtpu, and nothing that training alone needs."""
-    root = pathlib.Path(__file__).parents[1]
-    report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    answer = subprocess.run(
-        [*command, "--report", str(report), f"{root}[{extra}]"], capture_output=True, text=True, timeout=280
-    )
-    if answer.returncode and "No matching distribution found for setuptools" in answer.stderr:
-        pytest.skip("no network")
-    assert answer.returncode == 0, answer.stderr
-    names = {item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]}
-    assert {"eagle3-jax", "jax", "jaxlib", "libtpu", "flax", "gguf"} <= names
-    assert not names & {"presidio-analyzer", "tensorflow-datasets", "datasketch", "matplotlib", "tensorboardx", "grain"}

@@ -1,7 +1,5 @@
 """A run in a bucket: the verbs, killed and run twice at once, make there what they make in a local folder."""
 
-import json
-import os
 import pathlib
 import shutil
 import signal
@@ -14,8 +12,7 @@ import tiny
 
 from eagle3_jax.data.features import FeatureError, FeatureSource, is_complete, shard_path, write_shard
 from eagle3_jax.runs import disk, manifest
-from eagle3_jax.runs.bucket import clients, leases, objects
-from eagle3_jax.training.metrics import MetricWriter
+from eagle3_jax.runs.bucket import leases, objects
 
 MADE = {"prepare": "prompts", "regenerate": "conversations", "extract": "features", "train": "checkpoints"}
 MADE |= {"export": "export"}
@@ -107,17 +104,6 @@ def test_features(tmp_path):
     assert not is_complete(altered)
     with pytest.raises(FeatureError, match=r"got \d+ bytes, expected \d+"):
         FeatureSource(remote)
-
-
-def test_metrics_of_repeated_steps_are_dropped():
-    folder = disk.path_of(f"{emulator.new_bucket()}/checkpoints")
-    for done, steps in ((None, (1, 2, 3)), (2, (3, 4))):
-        with MetricWriter(folder, done) as writer:
-            for step in steps:
-                writer.write(step, "train", {"loss": float(step)})
-    lines = [json.loads(line) for line in disk.log_lines(folder / "metrics.jsonl")]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert any(name.startswith("tensorboard/events") for name in objects.names_below(folder))
 
 
 @pytest.mark.slow
@@ -223,7 +209,3 @@ def test_two_processes_are_one_run(whole_run):
     )
     assert found["steps"] == expected["steps"]
     assert found["held_out"]["tau"] == pytest.approx(expected["held_out"]["tau"], rel=0.05)
-
-
-def test_the_environment_names_the_emulator():
-    assert os.environ[clients.EMULATOR] == emulator.start()

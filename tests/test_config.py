@@ -1,18 +1,16 @@
 """Configuration: the three ways in (YAML, overrides, command line) and every refusal by field name."""
 
-import dataclasses
 import functools
 import math
 import pathlib
 from typing import Any
 
 import pytest
-import yaml
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.config import ConfigError, DraftTree, JsonlSource, RunConfig, TargetConfig, TrainConfig, flags, run_file
+from eagle3_jax.config import ConfigError, DraftTree, JsonlSource, RunConfig, TargetConfig, flags, run_file
 from eagle3_jax.runs import command_line
 
 
@@ -77,41 +75,24 @@ def test_a_mapping_may_be_merged_into_others(example):
     assert (large.num_steps, copying.num_steps, copying.lookup_tokens) == (4, 4, 2)
 
 
-def test_the_dumped_form_reads_back_equal(example):
-    run = run_file.load(example)
-    assert run_file.from_dict(yaml.safe_load(yaml.safe_dump(run_file.to_dict(run)))) == run
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({}, r"run_dir: .*required"),
         ({"run_dir": "s3://bucket/run"}, r"run_dir: got 's3://bucket/run', expected a folder, or a bucket's gs://"),
         ({"run_dir": "x", "seed": -1}, r"seed: got -1, expected at least 0"),
-        ({"run_dir": "x", "seed": 2**32}, r"seed: got 4294967296, expected less than 4294967296"),
         ({"run_dir": "x", "trian": {}}, "trian"),
         ({"run_dir": "x", "train": {"learning_rat": 1}}, r"train\.learning_rat"),
         ({"run_dir": "x", "train": {"ttt_steps": "many"}}, r"train\.ttt_steps.*got 'many'"),
-        ({"run_dir": "x", "train": {"mask_offset": 3}}, r"train\.mask_offset.*got 3"),
         ({"run_dir": "x", "prepare": {"sources": [{"kind": "web"}]}}, r"prepare\.sources\.0.*'web'"),
         ({"run_dir": "x", "prepare": {"sources": []}}, r"prepare\.sources.*at least one source"),
         ({"run_dir": "x", "extract": {"max_length": 9999}}, r"extract\.batch_tokens: got 4096, expected at least"),
         ({"run_dir": "x", "evaluate": {"limit": 0}}, r"evaluate\.limit: got 0, expected at least 1"),
-        ({"run_dir": "x", "evaluate": {"limit": -2}}, r"evaluate\.limit: got -2, expected at least 1"),
         ({"run_dir": "x", "train": {"max_steps": True}}, r"train\.max_steps: got True, expected a number"),
-        ({"run_dir": "x", "train": {"mask_offset": True}}, r"train\.mask_offset: .*True"),
-        ({"run_dir": "x", "seed": True}, r"seed: got True, expected a number"),
         ({"run_dir": "x", "benchmark": {"batch_sizes": [1, True]}}, r"benchmark\.batch_sizes\.1: got True, expected a"),
         ({"run_dir": "x", "draft": {"fc_norm": 1}}, r"draft\.fc_norm: got 1, expected true or false"),
-        ({"run_dir": "x", "train": {"remat": "no"}}, r"train\.remat: got 'no', expected true or false"),
         ({"run_dir": "x", "train": {"epochs": math.inf}}, r"train\.epochs: .*finite number"),
-        ({"run_dir": "x", "train": {"learning_rate": math.nan}}, r"train\.learning_rate: .*finite number"),
         ({"run_dir": "x", "draft": {"head_dim": 0}}, r"draft\.head_dim: got 0, expected at least 1"),
-        ({"run_dir": "x", "prepare": {"max_chars": 0}}, r"prepare\.max_chars: got 0, expected at least 1"),
-        (
-            {"run_dir": "x", "prepare": {"sources": [{"kind": "packaged", "limit": 0}]}},
-            r"prepare\.sources\.0\.limit: got 0, expected at least 1",
-        ),
         (
             {"run_dir": "x", "prepare": {"sources": [{"kind": "self", "count": 0}]}},
             r"prepare\.sources\.0\.count: got 0, expected at least 1",
@@ -145,18 +126,6 @@ def test_a_token_map_needs_the_folder_of_a_head(section):
     assert getattr(run, section).token_map == "m.json"
 
 
-def test_all_errors_come_in_one_message():
-    with pytest.raises(ConfigError, match=r"(?s)train\.batch_size.*nope"):
-        run_file.from_dict({"run_dir": "x", "nope": 1, "train": {"batch_size": "a"}})
-
-
-@pytest.mark.parametrize("field", ["max_steps", "checkpoint_every", "eval_batches", "batch_size"])
-def test_counts_start_at_one(field):
-    with pytest.raises(ValueError, match=f"train.{field}: got 0, expected at least 1"):
-        wrong: Any = {field: 0}
-        dataclasses.replace(TrainConfig(), **wrong)
-
-
 @pytest.mark.parametrize("layers", [(), (8, 2, 20), (2, 2, 20), (-1, 2, 3)])
 def test_aux_layers_ascend_and_differ(layers):
     with pytest.raises(ValueError, match="target.aux_layers"):
@@ -183,12 +152,10 @@ def test_a_tree_is_accepted_exactly_when_its_candidates_suffice(steps, topk, tok
     ("content", "message"),
     [
         (b"a: [", "not valid YAML"),
-        (b"a: " + b"[" * 5000, "not valid YAML"),
         (b"- 1", "got list, expected a mapping"),
         (b"", "got NoneType"),
         ("run_dir: caf\u00e9".encode("latin-1"), "not UTF-8"),
         (b"run_dir: x\nseed: 1\nseed: 2", r"(?s)'seed' stands twice.*line 3"),
-        (b"run_dir: x\ntrain: {epochs: 1, epochs: 2}", "'epochs' stands twice"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, message):
@@ -196,11 +163,6 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         run_file.load(path)
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
-        run_file.load(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("override", ["--train.nope", "--nope", "--prepare.sources"])
@@ -236,12 +198,6 @@ def test_overrides_take_every_kind_of_value(example):
     assert run_file.load(example, ["--regenerate.temperature", "0.5"]).regenerate.temperature == 0.5
 
 
-def test_the_command_line_keeps_the_verbs_own_flags_apart(example):
-    argv = ["--config", str(example), "--prompts", "p.jsonl", "--output", "o.json", "--seed", "7"]
-    run, flags = command_line.read("evaluate", argv)
-    assert (run.seed, flags.output) == (7, "o.json")
-
-
 @pytest.mark.parametrize("verb", ["evaluate", "benchmark decode", "benchmark tune", "benchmark serve"])
 def test_a_target_is_measured_without_a_config(verb, example, capsys):
     """With the drafts of the package's head; a config takes the name too."""
@@ -258,17 +214,3 @@ def test_a_target_is_measured_without_a_config(verb, example, capsys):
     said = capsys.readouterr().err
     assert f"eagle3_jax.{verb}: --config, --target: got neither, expected one of them" in said
     assert "the following arguments are required: --config" in said
-
-
-def test_the_command_line_stops_with_a_sentence(example, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command_line.read("train", ["--config", str(example), "--nope", "1"])
-    assert capsys.readouterr().err.startswith("eagle3_jax.train: --nope: not a field")
-
-
-SHIPPED = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_configurations_are_valid(path):
-    run_file.load(path)

@@ -117,16 +117,6 @@ def read_export(config: RunConfig) -> Any:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves((draft.head, draft.token_ids))]
 
 
-def read_draft_from_elsewhere(config: RunConfig) -> Any:
-    """Without the manifest beside it."""
-    target = fetch.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
-    load_draft(config.folder("export"), target=target)
-
-
-def read_target(config: RunConfig) -> Any:
-    return fetch.load_target(config.target).identity
-
-
 def read_sharded(config: RunConfig) -> Any:
     """Nothing beside a checkpoint says what its weights should be; what was made with it before does."""
     folder = pathlib.Path(config.target.name).with_name("sharded")

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from xml.etree import ElementTree
 
 import pytest
 
@@ -113,20 +112,6 @@ def test_tests_that_are_named_are_there():
     for document in PROSE:
         named = re.findall(r"`(test_\w+(?:\.py)?)`", document.read_text())
         assert [test for test in named if test not in there and test not in files] == [], document
-
-
-@pytest.mark.parametrize("picture", sorted(ROOT.glob("docs/*.svg")), ids=name)
-def test_drawings_are_xml_and_say_what_they_show(picture):
-    drawing = ElementTree.fromstring(picture.read_text())
-    assert drawing.get("role") == "img" and drawing.get("aria-label")
-
-
-def test_shell_compiles():
-    fenced = [re.findall(r"^ *```bash\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL) for page in DOCUMENTS]
-    text = "\n".join(block for blocks in fenced for block in blocks)
-    assert "speculative-config" in text
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr
 
 
 def test_no_address_of_a_package_index_or_of_a_machine():

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import tiny
-import tiny_heads
 from flax import nnx
 
 from eagle3_jax import evaluate, report
@@ -19,7 +18,7 @@ from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.runs import command, machine, manifest
+from eagle3_jax.runs import machine, manifest
 
 
 @pytest.fixture(scope="module")
@@ -57,29 +56,6 @@ def prompts(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
     return path
-
-
-class Loaded(Exception):
-    pass
-
-
-def test_a_token_map_goes_to_the_engine_that_drafts(
-    config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = tiny_heads.write_eagle2(tmp_path / "eagle2", target.model)
-    (tmp_path / "map.json").write_text("[60, 61, 62]")
-    settings = dataclasses.replace(config.evaluate, draft=str(head), token_map=str(tmp_path / "map.json"))
-    seen: list[Any] = []
-
-    def load(_: Target, draft: str | None, *__: object, **options: Any) -> None:
-        seen.append((draft, options.get("token_map")))
-        if draft is not None:
-            raise Loaded
-
-    monkeypatch.setattr(evaluate.Engine, "load", load)
-    with pytest.raises(Loaded):
-        evaluate.run(dataclasses.replace(config, evaluate=settings), prompts, tmp_path / "report.json", target)
-    assert seen == [(None, None), (str(head), settings.token_map)]
 
 
 def measured(*_: Any, **__: Any) -> dict[str, Any]:
@@ -122,19 +98,6 @@ def test_another_file_in_the_report_s_place_stays(
     assert output.read_text() == content
 
 
-def test_a_stop_leaves_nothing_to_go_on_from(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stop(*_: Any, **__: Any) -> None:
-        raise command.Stopped
-
-    (tmp_path / "run.yaml").write_text("run_dir: run\n")
-    monkeypatch.setattr(evaluate, "run", stop)
-    with pytest.raises(SystemExit):
-        evaluate.main(["--config", str(tmp_path / "run.yaml"), "--prompts", "p.jsonl", "--output", "r.json"])
-    assert capsys.readouterr().err.endswith("stopped by SIGTERM; run it again, and it begins anew\n")
-
-
 @pytest.mark.slow
 def test_measures_a_prompts_file(
     config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
@@ -173,16 +136,6 @@ def test_the_engine_may_choose(
     assembled["target"] = {"name": "tiny", "dtype": "float32"}
     assert assembled["drafts"]["auto"]["tree"] == "auto"
     assert "auto (chosen by the engine)" in report.table(assembled)
-
-
-@pytest.mark.long
-def test_sampled_answers_need_not_be_identical(
-    config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    sampled = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, temperature=1.0, batch_size=2))
-    report = evaluate.run(sampled, prompts, tmp_path / "report.json", target)
-    assert (report["prompts"], report["identical"], report["mismatches"]) == (3, None, None)
-    assert report["config"]["evaluate"]["temperature"] == 1.0
 
 
 def turns(*roles: str) -> list[dict[str, str]]:
@@ -229,12 +182,6 @@ def test_engines_share_the_prompts_of_each_category(engines: int, batch_size: in
     for category, count in (("a", 3), ("b", 5)):
         sizes = [sum(p["category"] == category for p in share) for share in shares]
         assert max(sizes) - min(sizes) <= 1 and sum(sizes) == count
-
-
-def test_limit_takes_the_categories_in_turn() -> None:
-    prompts = [{"id": f"{c}{i}", "category": c} for c, count in (("a", 5), ("b", 1), ("c", 3)) for i in range(count)]
-    assert [p["id"] for p in sources.spread(prompts, 6)] == ["a0", "b0", "c0", "a1", "c1", "a2"]
-    assert len(sources.spread(prompts, None)) == 9
 
 
 @pytest.mark.parametrize(

@@ -215,28 +215,6 @@ def test_killed_again_and_again(runs, tmp_path, verb):
 
 
 @pytest.mark.long
-def test_training_is_stopped_and_killed_and_goes_on(runs, tmp_path):
-    """SIGTERM saves and has a status of its own; SIGKILL during the save behind it; the end is the same."""
-    run = runs.before("train", tmp_path / "run")
-    process = runs.start("train", run)
-    wait_for_save(process, run)
-    process.terminate()
-    status, output = process.ended()
-    assert status == command.STOPPED and "stopped by SIGTERM" in output and "Traceback" not in output, output
-    with pytest.raises(manifest.ManifestError, match="unfinished"):
-        manifest.read(run / FOLDERS["train"], "train")
-    process = runs.start("train", run)
-    wait_for_lock(process, "train", run)
-    wait_for_save(process, run)
-    process.kill()
-    status, output = process.ended()
-    assert status == -signal.SIGKILL, output
-    status, output = runs.start("train", run).ended()
-    assert status == 0, output
-    assert_last_checkpoint_is_the_same(runs, run)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(("verb", "sent"), [("train", signal.SIGINT), *((verb, signal.SIGTERM) for verb in tiny.VERBS)])
 def test_a_signal_saves_and_the_rerun_goes_on(runs, tmp_path, verb, sent):
     run = runs.before(verb, tmp_path / "run")

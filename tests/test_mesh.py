@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -20,11 +19,6 @@ def test_zero_takes_all_devices_that_model_leaves_over():
     mesh = mesh_lib.make_mesh(MeshConfig(data=0, model=2))
     assert dict(mesh.shape) == {"data": 4, "model": 2}
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
-
-
-def test_a_smaller_mesh_takes_the_first_devices():
-    mesh = mesh_lib.make_mesh(MeshConfig(data=2, model=1))
-    assert list(mesh.devices.flat) == jax.devices()[:2]
 
 
 @pytest.mark.parametrize(
@@ -43,16 +37,6 @@ def test_several_hosts_must_use_every_device(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="expected all 8 devices of all hosts"):
         mesh_lib.make_mesh(MeshConfig(data=2, model=2))
-
-
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4", "v5p:2x2x4", "tpu7x:2x2x2"])
-def test_eight_ways_of_sixteen_chips(topology):
-    """Also where no axis of the chips is two or eight long."""
-    pytest.importorskip("libtpu")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = mesh_lib.make_mesh(MeshConfig(data=0, model=8), devices)
-    assert dict(mesh.shape) == {"data": 2, "model": 8}
-    assert set(mesh.devices.flat) == set(devices)
 
 
 @pytest.mark.parametrize("model", [1, 2, 4, 8, 16])
@@ -104,13 +88,6 @@ def test_a_row_takes_its_part_of_what_lies_on_all_rows():
         assert placed.addressable_shards[0].data.shape == (1, 4)
 
 
-def test_batches_split_and_replicas_do_not():
-    mesh = mesh_lib.make_mesh(MeshConfig(model=2))
-    x = np.zeros((8, 3), np.float32)
-    assert jax.device_put(x, mesh_lib.batch_sharding(mesh)).addressable_shards[0].data.shape == (2, 3)
-    assert jax.device_put(x, mesh_lib.replicated(mesh)).addressable_shards[0].data.shape == (8, 3)
-
-
 RULES = [
     ("special/kernel", PartitionSpec()),
     ("kernel$", PartitionSpec(None, "model")),
@@ -132,21 +109,6 @@ def test_the_first_matching_rule_places_a_leaf():
     assert specs["special"]["kernel"] == PartitionSpec()
     assert specs["odd"]["kernel"] == PartitionSpec(None, None)  # 3 does not divide by 2
     assert specs["both"] == [PartitionSpec(("data", "model")), PartitionSpec(None)]
-
-
-def test_nnx_modules_are_placed_by_their_attribute_names():
-    mesh = mesh_lib.make_mesh(MeshConfig(model=2))
-    module = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
-    placed = jax.device_put(module, mesh_lib.shardings(module, mesh, [("^kernel$", PartitionSpec(None, "model"))]))
-    assert placed.kernel[...].sharding.spec == PartitionSpec(None, "model")
-    x = jnp.ones((2, 4))
-    np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(placed, x), module(x), rtol=1e-6)
-
-
-def test_a_spec_longer_than_the_shape_is_refused_by_path():
-    mesh = mesh_lib.make_mesh(MeshConfig())
-    with pytest.raises(ValueError, match=r"^a/kernel: got .* for shape \(3,\)"):
-        mesh_lib.shardings({"a": {"kernel": np.zeros(3)}}, mesh, RULES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,8 @@
 """The notebook is what a hosted runtime opens, and its cells run from first to last."""
 
-import importlib.util
 import json
 import pathlib
 import re
-import site
-import subprocess
-import sys
-import sysconfig
 
 import matplotlib
 import pytest
@@ -31,34 +26,6 @@ def test_it_shows_what_its_cells_printed_when_they_ran_in_order():
     assert not re.search(r"/(root|home|tmp|work|usr)/|Traceback", texts)
     for number, source in enumerate(cells("code")):
         compile(source, f"cell {number}", "exec")
-
-
-@pytest.mark.parametrize("place", ["checkout", "wheel", "neither"])
-def test_the_first_cell_installs_what_is_there(place, tmp_path, monkeypatch):
-    here = tmp_path / "notebooks"
-    here.mkdir()
-    wheel = here / "eagle3_jax-0.1.0-py3-none-any.whl"
-    expected = {
-        "checkout": ["--editable", f"{tmp_path}[prepare,train,report]"],
-        "wheel": [f"{wheel}[prepare,train,report]"],
-    }
-    if place == "checkout":
-        (tmp_path / "pyproject.toml").touch()
-    elif place == "wheel":
-        wheel.touch()
-    asked, searched = [], []
-    monkeypatch.chdir(here)
-    monkeypatch.setattr(subprocess, "run", lambda words, check: asked.append(words))
-    monkeypatch.setattr(site, "addsitedir", searched.append)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    exec(compile(cells("code")[0], "cell 0", "exec"), {})
-    assert asked == [
-        [sys.executable, "-m", "pip", "install", "--quiet", *expected.get(place, ["eagle3-jax[prepare,train,report]"])]
-    ]
-    assert searched == [sysconfig.get_path("purelib")]
-    monkeypatch.undo()
-    monkeypatch.setattr(subprocess, "run", None)
-    exec(compile(cells("code")[0], "cell 0", "exec"), {})  # it is installed
 
 
 @pytest.mark.long

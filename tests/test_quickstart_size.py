@@ -51,34 +51,6 @@ def test_what_is_chosen_fits_or_is_the_least(rates, spent):
         assert spent / 60 + minutes(work, rates) <= 18  # the rest of the 20 is reserve
 
 
-@hypothesis.given(MACHINES, strategies.floats(0, 1200), strategies.floats(1, 4), strategies.floats(0, 600))
-def test_a_slower_machine_or_a_later_start_never_means_more_work(rates, spent, times, later):
-    most = dataclasses.astuple(quickstart_size.choose(rates, CONFIG, spent))
-    for work in (
-        quickstart_size.choose(slower(rates, times), CONFIG, spent),
-        quickstart_size.choose(rates, CONFIG, spent + later),
-    ):
-        assert all(a <= b for a, b in zip(dataclasses.astuple(work), most, strict=True))
-
-
-def test_each_part_of_the_work_goes_by_the_rate_that_it_needs():
-    def parts(**change: float) -> dict[str, float]:
-        return quickstart_size.seconds(WHOLE, dataclasses.replace(FAST, **change), CONFIG)
-
-    base = parts()
-    changed = {
-        field: {name for name, taken in parts(**{field: 2 * getattr(FAST, field)}).items() if taken != base[name]}
-        for field in ("reading", "answering", "step")
-    }
-    assert changed == {
-        "reading": {"regenerate", "extract"},
-        "answering": {"prepare", "regenerate", "evaluate"},
-        "step": {"starting", "train"},
-    }
-    # 580 prompts of 95 tokens and their answers of 112, 8 % held out, 5 % padding, 6 epochs of 2 rows of 512 tokens.
-    assert base["train"] == pytest.approx(580 * (95 + 112) * 0.92 * 1.05 * 6 / (2 * 512) * 0.3, rel=0.01)
-
-
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """A YAML whose run lies in a folder of the test, on a machine that is measured as half as fast as is enough."""
@@ -102,14 +74,6 @@ def test_the_choice_is_kept_for_a_rerun(config, tmp_path, monkeypatch):
     again = quickstart_size.prepare(config, spent=5000)
     assert run_file.load(tmp_path / "run/config.yaml") == chosen
     assert "as chosen before" in again and f"{work.packaged} of 520 packaged prompts" in again
-
-
-def test_another_config_than_the_quickstart_s_is_refused(config, tmp_path, capsys):
-    bad = tmp_path / "bad.yaml"
-    bad.write_text(json.dumps(json.loads(config.read_text()) | {"prepare": {}}))
-    with pytest.raises(SystemExit, match="expected the limits of the quickstart"):
-        quickstart_size.main([str(bad)])
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long

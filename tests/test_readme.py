@@ -23,7 +23,7 @@ from flax import nnx
 
 import eagle3_jax
 from eagle3_jax import config
-from eagle3_jax.config import FOLDERS, DraftConfig, TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
@@ -136,8 +136,6 @@ LEFT_OUT = {
     r"tools/test\.sh": "runs these tests",
     r"tools/recipe\.sh": "takes a night, and prompts that do not come with it",
 }
-# verb -> the one whose output it reads.
-BEFORE = {"regenerate": "prepare", "extract": "regenerate", "train": "extract", "export": "train", "report": "evaluate"}
 
 
 def text_of(walk: str) -> str:
@@ -163,45 +161,6 @@ def clone_into(folder: pathlib.Path) -> pathlib.Path:
             shutil.copy(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(sys.prefix)
     return folder
-
-
-def follow(lines: list[str]) -> None:
-    """Every command is understood in a clone, and what it reads is there or made by one before it; nothing is computed.
-
-    Raises AssertionError, SystemExit.
-    """
-    made: set[tuple[str, str]] = set()  # verbs that ran, by run_dir
-    for line in lines:
-        words = shlex.split(line, comments=True)
-        if words[1:2] != ["-m"] or not words[2].startswith("eagle3_jax."):
-            subprocess.run(["bash", "-e", "-c", line], check=True, timeout=60)
-            continue
-        verb = words[2].removeprefix("eagle3_jax.")
-        run, asked = understand_verb(verb, words[3:])
-        if run is None:  # `export --from HEAD` reads a head alone
-            assert pathlib.Path(words[words.index("--from") + 1]).is_dir(), line
-            continue
-        needed = [run.train.warm_start] if run.train.warm_start else []
-        if verb == "prepare":
-            paths = [getattr(source, "path", None) for source in run.prepare.sources]
-            needed += [*filter(None, paths), *run.prepare.benchmarks]
-        if getattr(asked, "prompts", None) and not asked.prompts.startswith(f"{run.run_dir}/prompts/"):
-            needed.append(asked.prompts)
-        elif getattr(asked, "prompts", None):
-            assert (run.run_dir, "prepare") in made, line
-        assert [path for path in needed if not pathlib.Path(path).exists()] == [], line
-        before = BEFORE.get(verb)
-        linked = before in FOLDERS and pathlib.Path(run.run_dir, FOLDERS[before]).is_symlink()
-        assert before is None or linked or (run.run_dir, before) in made, line
-        made.add((run.run_dir, verb))
-
-
-@pytest.mark.parametrize("walk", FOLLOWED)
-def test_a_page_can_be_followed_in_a_clone(walk, tmp_path, monkeypatch):
-    lines = shell_lines(text_of(walk))
-    assert lines
-    monkeypatch.chdir(clone_into(tmp_path))
-    follow(lines)
 
 
 # So little of the quickstart that its page can be followed in minutes.

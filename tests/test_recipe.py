@@ -100,10 +100,3 @@ def test_a_stop_ends_the_verb_too(recipe, tmp_path):
     assert process.returncode == 1 and "stopped. Run the same command again" in errors
     assert time.monotonic() - began < 30
     assert [line[1] for line in worked(tmp_path)] == ["prepare"]
-
-
-def test_what_is_no_config_is_refused(recipe, tmp_path):
-    process = recipe(str(tmp_path / "nowhere.yaml"))
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1 and "expected a config" in errors
-    assert not worked(tmp_path)

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 from matplotlib.figure import Figure
 
-from eagle3_jax import evaluate, report
+from eagle3_jax import report
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import FOLDERS, RunConfig
 from eagle3_jax.decoding.measure.compare import Tally, total
@@ -91,25 +90,6 @@ def test_a_run_ends_in_a_report_and_a_picture(config: RunConfig, tmp_path: pathl
     assert "train" not in made["stages"] and set(made["stages"]) <= {"install", "evaluate-chain", *FOLDERS}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["report.json", "report.png"])
-def test_what_a_killed_run_left_half_written_is_removed(config: RunConfig, tmp_path: pathlib.Path, name: str) -> None:
-    left_behind = tmp_path / f".{name}.another-host.1.abcdef01.partial"
-    left_behind.write_text("half")
-    report.run(config)
-    assert not left_behind.exists()
-
-
-@pytest.mark.slow
-def test_of_several_processes_one_reports_and_the_others_wait(config: RunConfig, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({"run_dir": config.run_dir}))
-    ends = tiny.end_processes(tiny.start_verb(2, "report", path), timeout=100)
-    assert [status for status, _ in ends] == [0, 0], ends
-    assert ["total" in output for _, output in ends] == [True, False]
-    assert (tmp_path / "report.png").exists()
-
-
 def test_the_table_says_it_all(config: RunConfig) -> None:
     text = report.table(report.run(config))
     lines = text.splitlines()
@@ -177,15 +157,6 @@ def test_bars_and_points_of_the_picture_are_the_report_s_numbers(config, tmp_pat
         assert f"{name}: speed-up {draft['speedup']:.2f}x, tau {draft['tau']:.2f}, identical 19/20" in headline
 
 
-def test_sampled_evaluations_and_unknown_names_are_drawn_too(tmp_path: pathlib.Path) -> None:
-    sampled = evaluation("chain", exact=False)
-    sampled["alpha"] = [0.5, None, None, None]
-    made = report.assemble({"sampled": sampled}, {})
-    report.draw(made, tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 10_000
-    assert "0.50  -  -  -" in report.table(made)
-
-
 def test_each_evaluation_keeps_its_own_draft_and_settings(drawn) -> None:
     older, copied = evaluation("tree"), evaluation("chain")
     older["identity"]["draft"]["files"] = {"model.safetensors": 8 * "cd"}
@@ -204,38 +175,6 @@ def test_each_evaluation_keeps_its_own_draft_and_settings(drawn) -> None:
         *settings,
     ]
     assert drawn(made).get_supxlabel().splitlines() == ["A CPU @ 2.60GHz, 2 cores, float32", *settings]
-
-
-def test_evaluations_keep_the_machine_that_they_were_measured_on(drawn) -> None:
-    chain, tree = evaluation("chain"), evaluation("tree")
-    tree["hardware"] |= {"accelerator": "NVIDIA H200"}
-    made = report.assemble({"chain": chain, "tree": tree}, {})
-    lines = report.table(made).splitlines()
-    machines = {"chain": "A CPU @ 2.60GHz, 2 cores", "tree": "NVIDIA H200, 2 cores"}
-    assert lines[-2:] == [f"{name}: smollm2-135m-instruct in float32 on {one}" for name, one in machines.items()]
-    where = [f"{name}: {one}, float32" for name, one in machines.items()]
-    assert drawn(made).get_supxlabel().splitlines()[:2] == where
-
-
-def test_one_category_is_one_row() -> None:
-    few = evaluation("tree")
-    few["categories"] = {"code": few["categories"]["code"]}
-    rows = report.table(report.assemble({"tree": few}, {})).splitlines()
-    assert [row.split()[0] for row in rows[2:4]] == ["all", "accepted"]
-    assert [row.split()[0] for row in evaluate.summary(few).splitlines()[2:]] == ["all"]
-    assert len(evaluate.summary(evaluation("tree")).splitlines()) == 2 + len(CATEGORIES) + 1
-
-
-@pytest.mark.parametrize("order", [("chain", "few"), ("few", "chain")])
-def test_an_evaluation_of_few_prompts_has_no_bar_of_other_categories(drawn, order) -> None:
-    few = evaluation("tree", 80.0)
-    few["categories"] = {"code": few["categories"]["code"]}
-    evaluations = {"chain": evaluation("chain"), "few": few}
-    made = report.assemble({name: evaluations[name] for name in order}, {})
-    speedups, _ = drawn(made).axes
-    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in speedups.containers}
-    assert sum(height == height for height in heights["few"]) == 2, "all prompts, and code"
-    assert all(height == height for height in heights["chain"])
 
 
 def test_an_evaluation_without_rounds_is_dashes(drawn) -> None:
@@ -261,19 +200,11 @@ def test_evaluations_of_different_prompts_are_not_put_together() -> None:
         report.assemble({"chain": evaluation("chain"), "tree": other}, {})
 
 
-def test_nothing_to_report_is_said(tmp_path: pathlib.Path) -> None:
-    config = RunConfig(run_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"no \*.json, expected the output of `python -m eagle3_jax.evaluate`"):
-        report.run(config)
-    config.folder("evaluate").mkdir()
-    (config.folder("evaluate") / "chain.json").write_text("{")
-    with pytest.raises(ValueError, match=r"chain.json: not valid JSON"):
-        report.run(config)
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", b'{"identity": 3}'])
 def test_an_evaluation_that_is_none_is_refused_by_name(tmp_path, content):
     config = RunConfig(run_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"no \*.json, expected the output of `python -m eagle3_jax.evaluate`"):
+        report.run(config)
     config.folder("evaluate").mkdir()
     (config.folder("evaluate") / "chain.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"chain\.json"):

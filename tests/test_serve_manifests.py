@@ -4,7 +4,6 @@ import math
 import pathlib
 from typing import Any
 
-import pytest
 import yaml
 
 from eagle3_jax.config import RunConfig
@@ -83,9 +82,3 @@ def test_the_servers_of_a_deployment_are_scaled_by_a_metric_that_is_there():
     assert (
         f"`{name.removeprefix('eagle3_jax_')}`" in (ROOT / "docs/serve.md").read_text()
     )  # which is compared with /metrics
-
-
-@pytest.mark.parametrize("name", ["leaderworkerset.yaml", "deployment.yaml"])
-def test_manifests_have_no_names_of_an_image_or_a_cluster(name):
-    text = (ROOT / "examples/kubernetes" / name).read_text()
-    assert "image: IMAGE" in text and "namespace" not in text

@@ -13,7 +13,6 @@ import sys
 from typing import NamedTuple
 
 import pytest
-import tiny
 import yaml
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -109,32 +108,6 @@ def test_a_race_outranks_the_table(tmp_path, printed):
     assert sizes in sglang.stdout and not vllm.stderr and not sglang.stderr
 
 
-def arguments(printed: str) -> list[str]:
-    """What a shell hands to the program that a printed command names."""
-    show = 'show() { printf "%s\\n" "$@"; }; vllm() { show "$@"; }; python() { show "$@"; }\n'
-    return subprocess.run(
-        ["bash", "-c", show + printed], capture_output=True, text=True, check=True, timeout=60
-    ).stdout.splitlines()
-
-
-@pytest.mark.long
-def test_a_pinned_target_and_a_path_with_spaces_reach_the_engine(tmp_path, printed):
-    folder = tmp_path / "it's a run"
-    folder.mkdir()
-    vllm, sglang = (
-        arguments(printed(engine, write_config(folder, "org/model@c0ffee")).stdout) for engine in ("vllm", "sglang")
-    )
-    head = str(folder / "run/export")
-    assert vllm[:4] == ["serve", "org/model", "--revision", "c0ffee"]
-    assert json.loads(vllm[5]) == {"method": "eagle3", "model": head, "num_speculative_tokens": 2}
-    assert sglang[2:6] == ["--model-path", "org/model", "--revision", "c0ffee"]
-    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == head
-    ended = script("serve_vllm.sh", write_config(folder, "smollm2-135m-instruct"))
-    assert arguments(ended.stdout)[1] == str(folder / "run/target")
-    asked = arguments(ended.stderr.partition("first: ")[2].splitlines()[0])
-    assert asked[3:] == [str(folder / "run.yaml"), "--write-target", str(folder / "run/target")]
-
-
 BLOCK_HEADS = {
     "DFLASH": ("dflash", {"architectures": ["DFlashDraftModel"]}, 7),
     "DSPARK": ("dspark", {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4}, 8),
@@ -167,13 +140,3 @@ def test_without_a_measurement_it_is_the_evaluated_one_and_said_so(tmp_path, pri
         assert "benchmark tune` (or decode) finds the best one" in ended.stderr
         assert "not on the hub; first: python -m eagle3_jax.export" in ended.stderr
         assert f"{tmp_path}/run/target" in ended.stdout
-
-
-@pytest.mark.slow
-def test_what_is_no_config_is_refused(tmp_path):
-    ended = script("serve_vllm.sh", tmp_path / "nowhere.yaml")
-    assert ended.returncode == 1 and "expected a config" in ended.stderr
-    bad = tiny.write_run(tmp_path)
-    bad.write_text("run_dir: 3\n")
-    ended = script("serve_sglang.sh", bad)
-    assert ended.returncode == 1 and "run_dir" in ended.stderr

@@ -1,18 +1,13 @@
 """tools/tpu_fit.py: what fits, what does not and by how much, without a TPU."""
 
-import dataclasses
 import importlib
 import json
 import pathlib
 import re
 import sys
-import types
 
-import jax
 import jaxtyping
-import numpy as np
 import pytest
-from jax.experimental import topologies
 
 pytest.importorskip("libtpu")
 
@@ -72,18 +67,6 @@ def test_a_missing_compiler_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(ValueError, match=r"libtpu: got none, expected the TPUs' compiler.*pip install libtpu"):
         importlib.import_module("tpu.topology").topology_devices("v5e:1x1")
-
-
-@pytest.mark.parametrize(
-    ("name", "host"),
-    [("v6e:1x1", [1, 1, 1]), ("v5e:1x2", [1, 2, 1]), ("v5p:1x1x1", [1, 1, 1]), ("v6e:2x2", None), ("v5e:three", None)],
-)
-def test_a_slice_smaller_than_a_host_is_a_host(name, host, tpu_fit, monkeypatch):
-    asked = []
-    answer = types.SimpleNamespace(devices=[])
-    monkeypatch.setattr(topologies, "get_topology_desc", lambda **options: asked.append(options) or answer)
-    tpu_fit.topology_devices(name)
-    assert asked[0].get("chips_per_host_bounds") == host
 
 
 @pytest.mark.parametrize(
@@ -156,35 +139,6 @@ def test_what_a_kernel_cannot_hold_is_said_with_the_amount(small, fit):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("SMEM: got 11.9 MiB, expected at most 1.0"),
-        jax.errors.JaxRuntimeError("INTERNAL: Failed to verify lowered module.\nall-reduce: error: an operand's type"),
-    ],
-)
-def test_what_is_refused_is_a_row_and_the_next_program_is_planned(small, tmp_path, monkeypatch, tpu_fit, fit, error):
-    (device,) = tpu_fit.topology_devices("v5e:1x1")
-    mesh = jax.sharding.Mesh(np.array([[device]]), ("data", "model"))
-    programs = [tpu_fit.Program(name, mesh, {}, {}, lambda: None) for name in ("one", "two", "three")]
-
-    def measure(program, limit):
-        if program.name == "two":
-            raise error
-        return tpu_fit.Plan(temporaries=2**30)
-
-    monkeypatch.setattr(tpu_fit, "VERBS", {"extract": lambda *_: programs})
-    monkeypatch.setattr(tpu_fit, "measure", measure)
-    monkeypatch.setattr(tpu_fit, "hbm", lambda devices: 2**34)
-    file = tmp_path / "rows.json"
-    status, said = fit(small, "--topology", "v5e:1x1", "--verbs", "extract", "--json", file)
-    assert status == 1
-    rows = json.loads(file.read_text())
-    assert [(row["program"], row["fits"]) for row in rows] == [("one", True), ("two", False), ("three", True)]
-    assert rows[1]["refused"] == str(error)
-    assert f"refused: {error}\n" in said
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--topology", "v5e:3"), "--topology: got 'v5e:3', expected a TPU topology such as"),
@@ -246,42 +200,6 @@ def test_a_row_of_32_thousand_tokens_is_split_over_two_chips(small, tmp_path, fi
     status, said = fit(small, "--topology", "v6e:1x2", "--verbs", "train", *mesh, *size, "--json", rows)
     assert status == 0, said
     assert [row["program"] for row in json.loads(rows.read_text())] == ["train: states", "train: step"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("run", "target", "draft", "layers"),
-    [
-        ("mimo_7b", "mimo_7b", "mtp", 2),
-        pytest.param("llama2_7b_eagle2", "llama2_7b", "configs/heads/llama2_7b_eagle2", 2, marks=pytest.mark.long),
-        pytest.param("mimo_7b", "deepseek_v3", "mtp", 4, marks=pytest.mark.long),  # three dense ones come first
-        ("qwen3_8b_dspark", "qwen3_8b", None, 36),
-    ],
-)
-def test_programs_of_other_drafts_are_planned_as_the_engine_runs_them(run, target, draft, layers, tpu_fit):
-    """The target gives the draft the states that it reads: one of EAGLE-2's, none of the target's own layer."""
-    flags = ["--mesh.model", "4", *(["--evaluate.draft", draft] if draft else [])]
-    config = tpu_fit.run_file.load(f"configs/{run}.yaml", flags)
-    shape = tpu_fit.read_config(TARGETS / target, config.target.aux_layers)
-    shape = dataclasses.replace(shape, num_hidden_layers=layers)
-    for program in tpu_fit.evaluate(config, shape, tpu_fit.topology_devices("v5e:2x2")):
-        with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
-            program.trace()
-
-
-@pytest.mark.long
-def test_rounds_take_the_state_where_prefill_leaves_it(small, tpu_fit):
-    config = tpu_fit.run_file.load(small)
-    target = tpu_fit.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
-    prefill, rounds = tpu_fit.evaluate(config, target, tpu_fit.topology_devices("v5e:1x2"))
-    with jax.sharding.use_abstract_mesh(prefill.mesh.abstract_mesh):
-        left, _ = prefill.trace().lower().compile().output_shardings
-
-    def compare(path, leaf, place):
-        assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (path, leaf.sharding, place)
-
-    jax.tree_util.tree_map_with_path(compare, rounds.arguments["state"], left)
-    assert "model" in left.cache.layers[0].keys.spec
 
 
 @pytest.mark.long

@@ -41,7 +41,6 @@ PROMPTS = {
     "chat": "What is a program?",
 }
 TURNS = 3
-SPREAD = 0.2  # of a median, between the fastest and the slowest turn: more is noise
 MAX_TOKENS, MAX_LENGTH = 96, 512
 
 
@@ -63,7 +62,6 @@ class Streamed:
 def stream(
     engine: Engine, prompt: str, params: SamplingParams, show: Callable[[str], object], *, colours: bool
 ) -> Streamed:
-    """Answers a prompt and shows the text as it arrives."""
     marker, drafted, start = Marker(engine.tokenizer, colours=colours), 0, time.perf_counter()
     request = engine.submit(prompt, params)
     for piece in request:
@@ -80,32 +78,6 @@ def median(turns: Sequence[Streamed]) -> Streamed:
     return dataclasses.replace(turns[0], seconds=statistics.median(turn.seconds for turn in turns))
 
 
-def spread(turns: Sequence[Streamed]) -> float:
-    """Returns how far the times of turns differ, as a share of their median."""
-    seconds = [turn.seconds for turn in turns]
-    return (max(seconds) - min(seconds)) / statistics.median(seconds)
-
-
-def doubts(answers: Iterable[tuple[str, Streamed, Streamed]], spread: float) -> list[str]:
-    """Returns sentences about times that drafts cannot explain.
-
-    Args:
-        spread: see `spread`; the largest of all prompts.
-    """
-    found = []
-    for name, plain, fast in answers:
-        speedup = plain.seconds / fast.seconds
-        if speedup > fast.counts.tau:
-            found.append(f"{name}: {speedup:.2f}x is more than its {fast.counts.tau:.2f} tokens a round can give.")
-    if spread > SPREAD:
-        found.append(f"The turns of one answer differ by {spread:.0%}.")
-    return (
-        [*found, "So this machine is noisy: do not trust the speed-ups, and run it again when it is idle."]
-        if found
-        else []
-    )
-
-
 def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
     """Formats (name, without drafts, with them) of each prompt as a table, with a total."""
     rows = [("", "tokens/s without", "with drafts", "speed-up", "tau", "drafted", "identical")]
@@ -116,17 +88,8 @@ def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
         tau = AcceptanceCounts.total(x.counts for x in fast).tau
         drafted = sum(x.drafted for x in fast) / sum(len(x.token_ids) for x in fast)
         same = all(a.token_ids == b.token_ids for a, b in zip(plain, fast, strict=True))
-        rows.append(
-            (
-                name,
-                f"{before:.1f}",
-                f"{now:.1f}",
-                f"{now / before:.2f}x",
-                f"{tau:.2f}",
-                f"{drafted:.0%}",
-                "yes" if same else "NO",
-            )
-        )
+        numbers = f"{before:.1f}", f"{now:.1f}", f"{now / before:.2f}x", f"{tau:.2f}", f"{drafted:.0%}"
+        rows.append((name, *numbers, "yes" if same else "NO"))
     return "\n".join(command.aligned(rows))
 
 
@@ -184,19 +147,16 @@ def run(target: Target, draft: str, *, colours: bool, quiet: bool = False) -> No
             engine.generate(["Hello!"], SamplingParams(max_tokens=16))  # wakes threads, allocators and caches
     print(f"Ready after {time.monotonic() - start:.0f} s.", flush=True)
 
-    def show(text: str) -> None:
-        print(text, end="", flush=True)
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, end="", flush=True)
 
-    def silent(text: str) -> None:
-        pass
-
-    say = silent if quiet else show
     marked = "coloured, a colour for each depth" if colours else "in [brackets]"
     source = {LOOKUP: "copied from the text", AUTO: "of the head that comes with the package"}.get(
         draft, f"of the head {draft}"
     )
     params = SamplingParams(max_tokens=MAX_TOKENS)
-    answers, widest = [], 0.0
+    answers = []
     for name, prompt in PROMPTS.items():
         turns: dict[Engine, list[Streamed]] = {vanilla: [], drafting: []}
         say(f"\n== {name}: {prompt}\n\n-- without drafts\n")
@@ -208,12 +168,10 @@ def run(target: Target, draft: str, *, colours: bool, quiet: bool = False) -> No
         with beating(f"{name}: {TURNS} turns of each way"):
             for turn in range(not quiet, TURNS):
                 for engine in (drafting, vanilla) if turn % 2 else (vanilla, drafting):
-                    turns[engine].append(stream(engine, prompt, params, silent, colours=False))
+                    turns[engine].append(stream(engine, prompt, params, len, colours=False))  # shows nothing
         answers.append((name, median(turns[vanilla]), median(turns[drafting])))
-        widest = max(widest, *map(spread, turns.values()))
     print(f"\n{table(answers)}\nMedians of {TURNS} turns.")
     print("tau: tokens a round. drafted: share of the answer's tokens that were accepted drafts.")
-    print(*doubts(answers, widest), sep="\n", flush=True)
     differ = [(name, at) for name, a, b in answers if (at := first_difference(a.token_ids, b.token_ids)) is not None]
     if differ:
         raise ValueError("answers: " + ", ".join(f"{name} differs from token {at} on" for name, at in differ))
