@@ -23,17 +23,18 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import importlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from eagle3_jax.runs import environment, machine
 
-STAGES = ("device", "kernels", "speeds", "tokens", "rounds", "training")
+# Each with the module of tools/tpu/first_run that has a function of this name, which yields the stage's lines.
+STAGES = {"device": "device", "kernels": "kernels", "speeds": "speeds", "tokens": "tokens"}
+STAGES |= {"rounds": "sizes", "training": "resume"}
 TARGET = "smollm2-135m-instruct"  # comes with the package, and so does its head
 SECONDS = 1200  # for one stage
 # For the causes of failures, which libtpu and the coordinator log.
@@ -75,9 +76,9 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
     found: list[lines.Line] = []
     process = 0
     for stage in stages:
-        file, log = _files(folder, stage)
+        file = folder / f"{stage}.jsonl"
         file.unlink(missing_ok=True)
-        said = _child([sys.executable, __file__, *sys.argv[1:], "--stage", stage], log)
+        said = _child([sys.executable, __file__, *sys.argv[1:], "--stage", stage], folder / f"{stage}.log")
         records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         process = next((record["process"] for record in records if "process" in record), process)
         found += [lines.Line(**record) for record in records if "process" not in record]
@@ -91,15 +92,13 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
             if process == 0 or line.verdict == lines.WRONG:
                 print(line, flush=True)
         if process == 0:
-            _write(arguments.output, found)
+            partial = arguments.output.with_suffix(".partial")
+            partial.write_text(json.dumps([dataclasses.asdict(line) for line in found], indent=1) + "\n")
+            partial.replace(arguments.output)
     counts = collections.Counter(line.verdict for line in found)
     if process == 0:
         print(f"{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}: {arguments.output}")
     return int(counts[lines.WRONG] > 0)
-
-
-def _files(folder: pathlib.Path, stage: str) -> tuple[pathlib.Path, pathlib.Path]:
-    return folder / f"{stage}.jsonl", folder / f"{stage}.log"
 
 
 def _child(command: list[str], log: pathlib.Path) -> str | None:
@@ -115,21 +114,15 @@ def _child(command: list[str], log: pathlib.Path) -> str | None:
     return f"exit status {done.returncode}: {written[-1][:200] if written else ''} (all of it: {log})"
 
 
-def _write(output: pathlib.Path, found: list[Any]) -> None:
-    partial = output.with_suffix(".partial")
-    partial.write_text(json.dumps([dataclasses.asdict(line) for line in found], indent=1) + "\n")
-    partial.replace(output)
-
-
 def run_stage(arguments: argparse.Namespace) -> None:
     """Runs one stage, as one of the processes of the slice, and writes its lines beside the output."""
     from tpu.first_run import lines
 
     from eagle3_jax.runs import command, processes
 
-    folder = arguments.output.resolve().parent
-    with command.run(f"tpu_first_run, {arguments.stage}", resumes=False):
-        with open(_files(folder, arguments.stage)[0], "w") as file:
+    stage, folder = arguments.stage, arguments.output.resolve().parent
+    with command.run(f"tpu_first_run, {stage}", resumes=False):
+        with open(folder / f"{stage}.jsonl", "w") as file:
             file.write(json.dumps({"process": processes.index()}) + "\n")
 
             def report(line: lines.Line) -> None:
@@ -139,7 +132,8 @@ def run_stage(arguments: argparse.Namespace) -> None:
                     print(line, flush=True)
 
             found = []
-            for line in _stage(arguments, folder):
+            module = importlib.import_module(f"tpu.first_run.{STAGES[stage]}")  # that fails is the stage's failure
+            for line in getattr(module, stage)(arguments, folder):
                 report(line)
                 found.append(dataclasses.asdict(line))
             _, *others = processes.gather(found)
@@ -147,37 +141,6 @@ def run_stage(arguments: argparse.Namespace) -> None:
                 for values in host:
                     if values["verdict"] in (lines.WRONG, lines.SLOW):
                         report(lines.Line(**values | {"name": f"host {number}: {values['name']}"}))
-
-
-def _stage(arguments: argparse.Namespace, folder: pathlib.Path) -> Iterator[Any]:
-    """Yields the lines of a stage. Each one imports what it needs: a failing import is the stage's own failure."""
-    small, target = arguments.small, arguments.target
-    match arguments.stage:
-        case "device":
-            from tpu.first_run.device import device
-
-            yield from device()
-        case "kernels":
-            from tpu.first_run.kernels import kernels
-
-            yield from kernels(small=small)
-        case "speeds":
-            from tpu.first_run.speeds import speeds
-
-            yield from speeds(small=small)
-        case "tokens":
-            from tpu.first_run.tokens import tokens
-
-            yield from tokens(target, small=small)
-        case "rounds":
-            from tpu.first_run.sizes import rounds
-
-            yield from rounds(small=small)
-        case "training":
-            from tpu.first_run import resume, sizes
-
-            yield from sizes.steps(small=small)
-            yield from resume.features(target, arguments.run_dir, folder / "train.yaml", small=small)
 
 
 if __name__ == "__main__":

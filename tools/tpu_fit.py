@@ -79,12 +79,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One program of a run.
-
-    Attributes:
-        arguments: name -> pytree of ShapeDtypeStructs with shardings.
-        beside: the same for other arrays on the devices during the program.
-    """
+    """One program of a run: its arguments, and what lies beside it on the devices, as shapes with shardings by name."""
 
     name: str
     mesh: Mesh
@@ -95,11 +90,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The compiler's memory plan of a program, in bytes per device.
-
-    Attributes:
-        needed: the total, if the compiler refused the program.
-    """
+    """The compiler's memory plan of a program, in bytes per device; `needed` is the total of a refused one."""
 
     arguments: float = 0
     results: float = 0
@@ -113,11 +104,7 @@ class Plan:
 
 
 def run_parser(documentation: str | None) -> argparse.ArgumentParser:
-    """Makes the parser of a tool for `--config`; what it does not know overrides the config's fields.
-
-    Args:
-        documentation: the tool's docstring, whose first line `--help` shows.
-    """
+    """Makes the parser of a tool with this docstring, for `--config`; what it does not know overrides fields."""
     parser = argparse.ArgumentParser(
         description=(documentation or "").splitlines()[0],
         epilog="Every field of the config can be overridden: --section.field VALUE",
@@ -170,21 +157,19 @@ def evaluate(config: RunConfig, target: ModelConfig, devices: list[Any]) -> Iter
 
     The vanilla engine that it compares with keeps its state on the devices.
     """
-    settings = config.evaluate
+    settings, tier = config.evaluate, tiers.LOOKUP
+    if settings.draft != LOOKUP:
+        tier = Tier(
+            tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree, head=True
+        )  # the largest one
     sizes = settings.batch_size, settings.max_tokens
-    if settings.draft == LOOKUP:
-        tier = tiers.LOOKUP
-    else:
-        tree = tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
-        tier = Tier(tree, head=True)
     return decoding("evaluate", config, target, devices, tier, *sizes, beside=tiers.VANILLA)
 
 
 def regenerate(config: RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """Sizes `regenerate`: vanilla decoding."""
     settings = config.regenerate
-    sizes = settings.batch_size, settings.max_tokens
-    return decoding("regenerate", config, target, devices, tiers.VANILLA, *sizes)
+    return decoding("regenerate", config, target, devices, tiers.VANILLA, settings.batch_size, settings.max_tokens)
 
 
 def decoding(
@@ -224,33 +209,26 @@ def decoding(
     if length <= max_tokens:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
 
-    def planned(tier: Tier) -> Sizes:
-        return Sizes.plan(batch, length, PAGE_SIZE, [tier], learned=learned)
-
-    def empty(models: Models, tier: Tier) -> Any:
-        make = functools.partial(empty_state, sizes=planned(tier), tiers=[tier], kv_dtype=None)
+    def empty(models: Models, tier: Tier) -> tuple[Sizes, Any]:
+        sizes = Sizes.plan(batch, length, PAGE_SIZE, [tier], learned=learned)
+        make = functools.partial(empty_state, sizes=sizes, tiers=[tier], kv_dtype=None)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return placed(jax.eval_shape(make, models), mesh, STATE_SHARDING_RULES)
+            return sizes, placed(jax.eval_shape(make, models), mesh, STATE_SHARDING_RULES)
 
-    models, sizes = Models.of(target, draft), planned(tier)
-    state = empty(models, tier)
-    also = {} if beside is None else {f"{beside.name} state": empty(Models.of(target, None), beside)}
+    models = Models.of(target, draft)
+    sizes, state = empty(models, tier)
+    also = {} if beside is None else {f"{beside.name} state": empty(Models.of(target, None), beside)[1]}
     longest = max(length for _, length in sizes.prefill_shapes)
-
-    def chunk() -> PromptChunk:
-        return jax.tree.map(jnp.asarray, PromptChunk.of((), 1, longest, sizes))
-
-    read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
-    cancelled, greedy = (placed(jax.ShapeDtypeStruct(shape, jnp.bool_), mesh) for shape in ((batch,), ()))
-    parts = {"target": target, "draft": draft, "state": state}
-    yield Program(f"{verb}: prefill", mesh, parts, also, lambda: programs.prefill.trace(models, state, read))
-    yield Program(
-        f"{verb}: rounds",
-        mesh,
-        parts,
-        also,
-        lambda: programs.decode.trace(models, state, cancelled, None, one, one, RoundPlan(tier, greedy)),
+    chunk = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PromptChunk.of((), 1, longest, sizes)))
+    one, cancelled, greedy = (
+        placed(jax.ShapeDtypeStruct(shape, dtype), mesh)
+        for shape, dtype in (((), jnp.int32), ((batch,), jnp.bool_), ((), jnp.bool_))
     )
+    parts, plan = {"target": target, "draft": draft, "state": state}, RoundPlan(tier, greedy)
+    prefill = functools.partial(programs.prefill.trace, models, state, placed(chunk, mesh))
+    yield Program(f"{verb}: prefill", mesh, parts, also, prefill)
+    rounds = functools.partial(programs.decode.trace, models, state, cancelled, None, one, one, plan)
+    yield Program(f"{verb}: rounds", mesh, parts, also, rounds)
 
 
 def drafting_head(config: RunConfig, shape: ModelConfig) -> Head:
@@ -286,13 +264,8 @@ def extract(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterat
     batch = hidden_states.plan_batches(longest, longest, settings.batch_tokens, multiple=rows)[0]
     tokens = jax.ShapeDtypeStruct((batch.rows, batch.length), jnp.int32, sharding=batch_sharding(mesh))
     before = placed(jax.eval_shape(states.target_states, target, tokens), mesh, states.STATES_SHARDING_RULES)
-    yield Program(
-        "extract",
-        mesh,
-        {"target": target, "tokens": tokens},
-        {"batch before": before},
-        lambda: states.target_states.trace(target, tokens),
-    )
+    trace = functools.partial(states.target_states.trace, target, tokens)
+    yield Program("extract", mesh, {"target": target, "tokens": tokens}, {"batch before": before}, trace)
 
 
 def train(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
@@ -308,21 +281,12 @@ def train(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
     beside: dict[str, Any] = {"batches on their way": [batch] * IN_FLIGHT}
     if run.features == "online":
         target = by_rows(target)
-        yield Program(
-            "train: states",
-            mesh,
-            {"target": target, "token ids": rows(), "segment ids": rows()},
-            parts | beside,
-            lambda: states.target_states.trace(target, rows(), rows(), split=split),
-        )
-        beside["target"] = target
-    yield Program(
-        "train: step",
-        mesh,
-        parts | {"batch": batch},
-        beside,
-        lambda: step.trace(state, teacher, batch),
-    )
+        inputs = {"target": target, "token ids": rows(), "segment ids": rows()}
+        trace = functools.partial(states.target_states.trace, *inputs.values(), split=split)
+        yield Program("train: states", mesh, inputs, parts | beside, trace)
+        beside = beside | {"target": target}
+    trace = functools.partial(step.trace, state, teacher, batch)
+    yield Program("train: step", mesh, parts | {"batch": batch}, beside, trace)
 
 
 def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
@@ -350,38 +314,24 @@ def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
         kept["copy of the LM head"] = target.lm_head
     for program in serving:
         yield dataclasses.replace(program, beside=program.beside | training | held | kept)
-    yield Program(
-        "adapt: step",
-        mesh,
-        training | {"teacher": teacher, "batch": batch},
-        {"target": parts["target"], "draft": parts["draft"], "state": parts["state"]} | held | kept,
-        lambda: step.trace(state, teacher, batch),
-    )
-    kind, draft = kind_of(config, shape), parts["draft"]
+    serves = {name: parts[name] for name in ("target", "draft", "state")} | held | kept
+    trace = functools.partial(step.trace, state, teacher, batch)
+    yield Program("adapt: step", mesh, training | {"teacher": teacher, "batch": batch}, serves, trace)
+    kind, draft, rows = kind_of(config, shape), parts["draft"], teacher.rows
     ids = placed(jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32), mesh)
     if kind.shape.draft_vocab_size < shape.vocab_size:
-        move = make_move(state.head.vocabulary_rows, mesh)
-        yield Program(
-            "adapt: vocabulary",
-            mesh,
-            training | {"rows of the old and the new vocabulary": [teacher.rows] * 2},
-            {"target": parts["target"], "draft": parts["draft"], "state": parts["state"]} | held | kept,
-            lambda: move.trace(state, ids, teacher.rows, teacher.rows),
-        )
-    where = jax.tree.map(lambda x: x.sharding, draft.head)
+        trace = functools.partial(make_move(state.head.vocabulary_rows, mesh).trace, state, ids, rows, rows)
+        taken = training | {"rows of the old and the new vocabulary": [rows] * 2}
+        yield Program("adapt: vocabulary", mesh, taken, serves, trace)
 
-    @functools.partial(jax.jit, out_shardings=where)
+    @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, draft.head))
     def swap(head: Any, rows: Any, token_ids: Any) -> Any:
         made = kind.draft(head, rows, token_ids).head
         return jax.tree.map(lambda x, like: x.astype(like.dtype), made, draft.head)
 
-    yield Program(
-        "adapt: swap",
-        mesh,
-        {"weights": state.head, "rows of the LM head": teacher.rows},
-        {"target": parts["target"], "state": parts["state"], "ring": held["ring"], "optimizer": state.opt_state} | kept,
-        lambda: swap.trace(state.head, teacher.rows, ids),
-    )
+    taken = {"weights": state.head, "rows of the LM head": rows}
+    others = {"target": parts["target"], "state": parts["state"], "optimizer": state.opt_state} | held | kept
+    yield Program("adapt: swap", mesh, taken, others, functools.partial(swap.trace, state.head, rows, ids))
 
 
 def training_step(

@@ -183,7 +183,7 @@ def test_a_batch_stays_while_two_more_are_asked_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_slow_store_keeps_up_with_the_step(workers):
     """50 milliseconds a read, and a quarter more bytes a second than the steps take."""
     step, steps, size = 0.2, 20, 8

@@ -210,7 +210,7 @@ def test_what_no_reader_sees_the_counters_tell(trained: RunConfig, tmp_path: pat
         check.run(config, config.folder("prepare") / "held_out.jsonl", "numbers", expect=reference)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_head_from_elsewhere_counts_the_same(trained: RunConfig, tmp_path: pathlib.Path) -> None:
     EAGLE3.write(tmp_path / "head", heads.read(trained.folder("export")), "vllm")
     config = dataclasses.replace(trained, evaluate=dataclasses.replace(trained.evaluate, draft=str(tmp_path / "head")))

@@ -12,7 +12,7 @@ from eagle3_jax.regenerate import __main__ as regenerate
 from eagle3_jax.runs import manifest
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_drafts_on_two_rows_change_no_conversation(tmp_path, monkeypatch):
     target, warmed = tiny.write_target(tmp_path / "target"), list[Engine]()
     monkeypatch.setattr(Engine, "warm_up", lambda engine, *_, **__: warmed.append(engine))

@@ -21,7 +21,7 @@ def run(*words: str, **variables: str) -> str:
     return answer.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_importing_every_module_changes_no_setting():
     code = """
 import importlib, os, pkgutil

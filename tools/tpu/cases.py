@@ -6,7 +6,6 @@ fields become columns of the JSON rows.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import math
@@ -51,37 +50,27 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case(abc.ABC):
-    """One program.
-
-    Attributes:
-        kernel: its name. method: the count of cycles, see tools/tpu_kernels.py.
-        floor_bytes: least bytes to move between HBM and the chip.
-        operations: multiplications and additions of its matrix products. sizes: as printed.
-    """
+class Case:
+    """One program: its kernel, and the method that counts its cycles, see tools/tpu_kernels.py."""
 
     kernel: str
     method: str = STATIC_PROFILE
 
-    @property
-    @abc.abstractmethod
-    def floor_bytes(self) -> int: ...
+    floor_bytes = property(lambda self: self.least()[0])
+    operations = property(lambda self: self.least()[1])
+    sizes = property(lambda self: self.least()[2])
 
-    @property
-    @abc.abstractmethod
-    def operations(self) -> int: ...
+    def least(self) -> tuple[int, int, str]:
+        """Counts the least bytes to move between HBM and the chip, and the operations of its products; its sizes."""
+        raise NotImplementedError
 
-    @property
-    @abc.abstractmethod
-    def sizes(self) -> str: ...
-
-    @abc.abstractmethod
     def call(self, **how: Any) -> Call:
         """Makes the program, as the engine or the trainer calls the kernel, under the chip's mesh.
 
         Args:
             how: `implementation` and `interpret` of the kernel.
         """
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,19 +85,11 @@ class Attention(Case):
     keys: int = 4096
     dtype: str = "bfloat16"
 
-    @property
-    def floor_bytes(self) -> int:
+    def least(self) -> tuple[int, int, str]:
         cache = 2 * self.batch * self.kv_heads * self.keys * self.head_dim
         queries = 2 * self.batch * self.query_heads * self.nodes * self.head_dim
-        return 2 * (cache + queries)
-
-    @property
-    def operations(self) -> int:
-        return 4 * self.batch * self.query_heads * self.nodes * self.keys * self.head_dim
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.batch} x {self.nodes} nodes, {self.query_heads}/{self.kv_heads}"
+        sizes = f"{self.batch} x {self.nodes} nodes, {self.query_heads}/{self.kv_heads}"
+        return 2 * (cache + queries), 2 * queries * self.keys, sizes
 
     def call(self, **how: Any) -> Call:
         """Lengths are known at run time; trips are for sequences of full length."""
@@ -144,17 +125,9 @@ class TopK(Case):
     vocabulary: int = 32000
     dtype: str = "bfloat16"
 
-    @property
-    def floor_bytes(self) -> int:
-        return 2 * (self.vocabulary + self.queries) * self.hidden + 8 * self.queries * self.k
-
-    @property
-    def operations(self) -> int:
-        return 2 * self.queries * self.hidden * self.vocabulary
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.queries} x {self.hidden}, k {self.k}"
+    def least(self) -> tuple[int, int, str]:
+        moved = 2 * (self.vocabulary + self.queries) * self.hidden + 8 * self.queries * self.k
+        return moved, 2 * self.queries * self.hidden * self.vocabulary, f"{self.queries} x {self.hidden}, k {self.k}"
 
     def call(self, **how: Any) -> Call:
         arguments = [((self.queries, self.hidden), self.dtype), ((self.vocabulary, self.hidden), self.dtype)]
@@ -172,18 +145,11 @@ class GroupedProduct(Case):
     bits: int = 4
     dtype: str = "bfloat16"
 
-    @property
-    def floor_bytes(self) -> int:
+    def least(self) -> tuple[int, int, str]:
         scales = 4 * (2 if self.bits == 4 else 1) * self.inputs // self.group
-        return self.outputs * (self.inputs * self.bits // 8 + scales + 4 * self.rows) + 2 * self.rows * self.inputs
-
-    @property
-    def operations(self) -> int:
-        return 2 * self.rows * self.inputs * self.outputs
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.rows} x {self.inputs} x {self.outputs}, {self.bits} bits"
+        moved = self.outputs * (self.inputs * self.bits // 8 + scales + 4 * self.rows) + 2 * self.rows * self.inputs
+        sizes = f"{self.rows} x {self.inputs} x {self.outputs}, {self.bits} bits"
+        return moved, 2 * self.rows * self.inputs * self.outputs, sizes
 
     def call(self, **how: Any) -> Call:
         scales = ((self.inputs // self.group, self.outputs), "float32")
@@ -211,23 +177,18 @@ class TrainingTimeTest(Case):
     def backward(self) -> bool:
         return self.kernel.endswith("backward")
 
-    @property
-    def floor_bytes(self) -> int:
-        """Counts keys and queries once; backward also gradients (step 0's in float32) and two numbers per row."""
+    def least(self) -> tuple[int, int, str]:
+        """Counts keys and queries once; backward also gradients (step 0's in float32) and two numbers per row.
+
+        Products: two forward (scores, values) and five backward, over the causal half.
+        """
         tokens, one = self.length * self.head_dim, 2
         queries, keys = self.query_heads * tokens * one, 2 * self.steps * self.kv_heads * tokens * one
-        if not self.backward:
-            return 2 * queries + keys
-        return 3 * queries + 2 * keys + 2 * self.kv_heads * tokens * (4 - one) + 8 * self.query_heads * self.length
-
-    @property
-    def operations(self) -> int:
-        """Counts two products forward (scores, values) and five backward, over the causal half."""
-        return (5 if self.backward else 2) * self.query_heads * self.length**2 * self.head_dim
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.length} tokens, {self.query_heads}/{self.kv_heads}"
+        moved = 2 * queries + keys
+        if self.backward:
+            moved += queries + keys + 2 * self.kv_heads * tokens * (4 - one) + 8 * self.query_heads * self.length
+        operations = (5 if self.backward else 2) * self.query_heads * self.length**2 * self.head_dim
+        return moved, operations, f"{self.length} tokens, {self.query_heads}/{self.kv_heads}"
 
     def call(self, **how: Any) -> Call:
         queries = 1, self.length, self.query_heads, self.head_dim
@@ -262,18 +223,10 @@ class Commit(Case):
     length: int = 508  # the path spans two tiles
     dtype: str = "bfloat16"
 
-    @property
-    def floor_bytes(self) -> int:
+    def least(self) -> tuple[int, int, str]:
         """Counts one read and one write of each moved row."""
-        return 2 * 2 * self.layers * self.batch * (self.nodes - 1) * self.kv_heads * self.head_dim * 2
-
-    @property
-    def operations(self) -> int:
-        return 0
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.nodes} nodes, {self.layers} layers"
+        moved = 2 * 2 * self.layers * self.batch * (self.nodes - 1) * self.kv_heads * self.head_dim * 2
+        return moved, 0, f"{self.nodes} nodes, {self.layers} layers"
 
     def call(self, **how: Any) -> Call:
         """Work that depends on the path counts for each of its rows."""

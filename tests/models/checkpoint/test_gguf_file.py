@@ -148,7 +148,7 @@ def test_what_was_read_is_not_kept_beside_the_model(tmp_path):
     assert len(read) > 8 and sum(x() is not None for x in read) <= 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_drafts_change_no_token_of_it(tmp_path):
     write(tmp_path, "llama", "Q4_K_M")
     target = target_of(tmp_path / "blocks", weights="stored")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -15,7 +16,7 @@ from tpu.first_run.lines import OK, Line, right, skipped
 LEAST_LIMIT, MOST_USED = 0.85, 0.05
 
 
-def device() -> Iterator[Line]:
+def device(*_: Any) -> Iterator[Line]:
     versions = machine.versions()
     try:
         versions["libtpu"] = importlib.metadata.version("libtpu")

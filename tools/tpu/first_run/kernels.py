@@ -32,13 +32,13 @@ _SMALL: dict[type[Case], dict[str, Any]] = {
 }
 
 
-def kernels(*, small: bool) -> Iterator[Line]:
+def kernels(arguments: Any, *_: Any) -> Iterator[Line]:
     device = jax.local_devices()[0]
     how = _interpreted() if device.platform == "cpu" else {}
-    for case in cases(small=small):
+    for case in cases(small=arguments.small):
         name = f"{case.kernel}, {case.sizes}"
         yield from attempt(name, functools.partial(_kernel, name, case, device, how))
-    yield from attempt("products in float32", functools.partial(_float32, small=small))
+    yield from attempt("products in float32", functools.partial(_float32, small=arguments.small))
     yield from attempt("equal scores", functools.partial(_equal_scores, how))
 
 

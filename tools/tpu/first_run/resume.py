@@ -22,6 +22,7 @@ from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import disk, manifest, processes
 from eagle3_jax.runs.command import STOPPED
+from tpu.first_run import sizes
 from tpu.first_run.lines import OK, Line, attempt, right, skipped, time
 
 STEPS = 30
@@ -32,19 +33,22 @@ FEATURES = "features of the verb extract"
 _TIMES = re.compile(r"second|wait|teraflops|mfu|gibibytes")
 
 
-def features(target: str, run_dir: str | None, config: pathlib.Path, *, small: bool) -> Iterator[Line]:
-    """Writes two equal runs up to their features, and their config, which `resumed` then runs.
+def training(arguments: Any, folder: pathlib.Path) -> Iterator[Line]:
+    """Training steps; then two equal runs up to their features, and their config, which `resumed` runs.
 
-    Args:
-        run_dir: a folder that all hosts see, in which each first run gets one of its own; None has one host alone.
+    `--run-dir` is a folder that all hosts see, in which each first run gets one of its own; without it one host is
+    alone.
     """
+    yield from sizes.steps(small=arguments.small)
+    config = folder / "train.yaml"
     config.unlink(missing_ok=True)
-    if run_dir is None and processes.count() > 1:
+    if arguments.run_dir is None and processes.count() > 1:
         yield skipped(FEATURES, "needs --run-dir, a folder that all hosts see, such as gs://BUCKET/first-run")
         return
-    place = run_dir or str(config.parent / "training")
+    place = arguments.run_dir or str(folder / "training")
     place = processes.agree(lambda: f"{place}/{clock.strftime('%Y%m%d-%H%M%S')}")
-    yield from attempt(FEATURES, functools.partial(_features, target, place, config, small=small))
+    write = functools.partial(_features, arguments.target, place, config, small=arguments.small)
+    yield from attempt(FEATURES, write)
 
 
 def _features(target: str, run_dir: str, path: pathlib.Path, *, small: bool) -> Iterator[Line]:

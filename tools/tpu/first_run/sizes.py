@@ -154,12 +154,12 @@ def does_not_fit(module: Any, mesh: Mesh, copies: int = 1) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------------------- rounds
-def rounds(*, small: bool) -> Iterator[Line]:
+def rounds(arguments: Any, *_: Any) -> Iterator[Line]:
     """Rounds of a single request on all chips of a host, by tier."""
     devices = jax.local_devices()
     mesh = make_mesh(MeshConfig(data=1, model=len(devices)), devices)
     with processes.among((processes.index(),)):
-        yield from attempt("rounds", functools.partial(_rounds, sized(mesh, small=small)))
+        yield from attempt("rounds", functools.partial(_rounds, sized(mesh, small=arguments.small)))
 
 
 def _rounds(run: Run) -> Iterator[Line]:

@@ -24,7 +24,8 @@ TIMES = 16  # collectives in one program
 ARGUMENTS = 400  # as many leaves as an 8B target, its head and its caches have
 
 
-def speeds(*, small: bool) -> Iterator[Line]:
+def speeds(arguments: Any, *_: Any) -> Iterator[Line]:
+    small = arguments.small
     yield from attempt("products of few rows", functools.partial(_products, small=small))
     # The chips of a host as one row, then all chips as rows of their own.
     meshes = {"model": make_mesh(MeshConfig(model=jax.local_device_count())), "data": make_mesh(MeshConfig())}

@@ -57,8 +57,9 @@ MOST_WORSE = 0.1  # share of tau
 MAX_TOKENS, MAX_LENGTH = 64, 512
 
 
-def tokens(target: str, *, small: bool) -> Iterator[Line]:
+def tokens(arguments: Any, *_: Any) -> Iterator[Line]:
     """Every host compares on chips of its own."""
+    target, small = arguments.target, arguments.small
     with processes.among((processes.index(),)):
         for dtype in DTYPES:
             yield from attempt(f"tokens in {dtype}", functools.partial(_real, dtype, target, small=small))
