@@ -113,7 +113,7 @@ hypothesis.settings.load_profile("fixed")
 # Each compiled program holds memory mappings, of which Linux allows a process 65,530: beyond them LLVM aborts. To count
 # them takes the kernel tens of milliseconds.
 _MAPPINGS = pathlib.Path("/proc/self/maps")
-_MOST_MAPPINGS = 30_000
+_MOST_MAPPINGS = 45_000
 _COUNT_EVERY = 16  # tests
 _tests_done = itertools.count(1)
 

@@ -25,7 +25,7 @@ import numpy as np
 import yaml
 
 from eagle3_jax import Engine, SamplingParams
-from eagle3_jax.config import PackagedSource, RunConfig, SelfSource, Source, run_file
+from eagle3_jax.config import PackagedSource, RunConfig, SelfSource, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import chat_template
@@ -52,13 +52,8 @@ _PROMPT, _ANSWER, _STEPS = 64, 17, 3
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """A machine's rates.
-
-    Attributes:
-        reading, answering: tokens a second of the target, at the batch size of `regenerate`.
-        step: seconds of a training step.
-        prompt_tokens: mean tokens of a prompt, in its chat template.
-    """
+    """A machine's tokens a second of the target, at the batch size of `regenerate`; seconds of a training step; and the
+    mean tokens of a prompt in its chat template."""
 
     reading: float
     answering: float
@@ -104,31 +99,23 @@ def seconds(work: Work, rates: Rates, config: RunConfig) -> dict[str, float]:
 
 def choose(rates: Rates, config: RunConfig, spent: float) -> Work:
     """Chooses the largest work that fits into the planned time, or the least. Args: spent: seconds so far."""
+    whole, work = full(config), full(config)
     for percent in range(100, round(100 * LEAST) - 1, -1):
-        work = _share(full(config), percent / 100)
+        packaged, written, measured = (round(percent / 100 * count) for count in dataclasses.astuple(whole))
+        work = Work(max(1, packaged), max(1, written), max(min(LEAST_MEASURED, whole.measured), measured))
         if spent + sum(seconds(work, rates, config).values()) <= PLANNED * LIMIT:
             break
     return work
 
 
-def _share(work: Work, share: float) -> Work:
-    measured = max(min(LEAST_MEASURED, work.measured), round(share * work.measured))
-    return Work(max(1, round(share * work.packaged)), max(1, round(share * work.self_written)), measured)
-
-
 def cut(config: RunConfig, work: Work) -> RunConfig:
     """Makes the config with this work. Only the prompts change: epochs and sizes are the quickstart's."""
-
-    def cut_source(source: Source) -> Source:
-        if isinstance(source, PackagedSource):
-            return dataclasses.replace(source, limit=work.packaged)
-        return dataclasses.replace(source, count=work.self_written) if isinstance(source, SelfSource) else source
-
-    return dataclasses.replace(
-        config,
-        prepare=dataclasses.replace(config.prepare, sources=tuple(map(cut_source, config.prepare.sources))),
-        evaluate=dataclasses.replace(config.evaluate, limit=work.measured),
-    )
+    values = run_file.to_dict(config)
+    for source in values["prepare"]["sources"]:
+        limited = {"packaged": {"limit": work.packaged}, "self": {"count": work.self_written}}
+        source.update(limited.get(source["kind"], {}))
+    values["evaluate"]["limit"] = work.measured
+    return run_file.from_dict(values)
 
 
 def measure(config: RunConfig) -> Rates:
@@ -171,22 +158,14 @@ def _step_seconds(config: RunConfig, target: Target) -> float:
     teacher = jax.jit(Teacher.of)(model.embed[...], model.output_rows, token_ids)
     optimizer = make_optimizer(run, _STEPS + 1)
     state = init_state(functools.partial(kind.new, config.seed), teacher.rows, optimizer, mesh)
-    rng, shape = np.random.default_rng(config.seed), (run.batch_size, run.row_length)
-    drawn = rng.integers(0, head.draft_vocab_size, shape).astype(np.int32)
+    shape = run.batch_size, run.row_length
     ones = np.ones(shape, np.int32)
 
     def noise(width: int) -> np.ndarray:
-        return rng.normal(size=(*shape, width)).astype(jnp.bfloat16)
+        return np.random.default_rng(config.seed).normal(size=(*shape, width)).astype(jnp.bfloat16)
 
-    batch = Batch(
-        token_ids=drawn,
-        aux=noise(head.num_aux_layers * head.target_hidden_size),
-        last_hidden=noise(head.target_hidden_size),
-        argmax=drawn,
-        loss_mask=ones,
-        segment_ids=ones,
-        positions=np.cumsum(ones, axis=1, dtype=np.int32) - 1,
-    )
+    aux, last_hidden = noise(head.num_aux_layers * head.target_hidden_size), noise(head.target_hidden_size)
+    batch = Batch(ones, aux, last_hidden, ones, ones, ones, np.cumsum(ones, axis=1, dtype=np.int32) - 1)
     step, taken = make_train_step(kind, optimizer, mesh), []
     for _ in range(_STEPS + 1):
         start = time.perf_counter()

@@ -26,18 +26,14 @@ def main() -> None:
     package = pathlib.Path(eagle3_jax.__file__).parent
     assert sys.prefix in str(package), f"{package}: expected the installed package, below {sys.prefix}"
     files = importlib.resources.files("eagle3_jax")
+    folder = files / "data/prompts"
     prompts = {
-        path.name: len(path.read_text(encoding="utf-8").splitlines())
-        for path in (files / "data/prompts").iterdir()
-        if path.name.endswith(".jsonl")
+        path.name: path.read_text(encoding="utf-8").count("\n") for path in folder.iterdir() if ".jsonl" in path.name
     }
     assert len(prompts) == 5 and min(prompts.values()) > 0, f"packaged prompts: got {prompts}"
     assert json.loads((files / "kernels/tree_attention/blocks.json").read_text())["default"]
-    assert (
-        (files / "py.typed").is_file()
-        and (files / "export/card.md").is_file()
-        and (files / "serve/page.html").is_file()
-    )
+    for name in ("py.typed", "export/card.md", "serve/page.html"):
+        assert (files / name).is_file(), name
 
     with tempfile.TemporaryDirectory() as name:
         folder = tiny.write_target(pathlib.Path(name) / "target")
@@ -47,9 +43,9 @@ def main() -> None:
         save_draft(pathlib.Path(name) / "draft", draft, target=target.model.config, dtype="float32")
         requests = ["apple bird cloud", [{"role": "user", "content": "river snow"}], [5, 6, 7]]
         params = SamplingParams(temperature=0.0, max_tokens=16)
-        vanilla = Engine.load(target, None, max_length=512).generate(requests, params)
+        vanilla = Engine.load(target, None, max_length=128).generate(requests, params)
         tree = DraftTree(num_steps=2, topk=2, num_draft_tokens=5)
-        engine = Engine.load(target, draft=str(pathlib.Path(name) / "draft"), tree=tree, max_length=512)
+        engine = Engine.load(target, draft=str(pathlib.Path(name) / "draft"), tree=tree, max_length=128)
         drafted = engine.generate(requests, params)
         assert [out.token_ids for out in drafted] == [out.token_ids for out in vanilla]
         assert all(out.token_ids for out in drafted)
