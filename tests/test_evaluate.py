@@ -198,13 +198,6 @@ def test_a_prompts_file_without_prompts_is_refused(
         evaluate.run(config, path, tmp_path / "report.json", target)
 
 
-def test_prompts_that_leave_no_room_are_refused(config: RunConfig, target: Target, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps({"prompt": "x" * 130}))
-    with pytest.raises(ValueError, match=r"got no prompt within 120 tokens: 1 are longer, .* refuses 0"):
-        evaluate.run(config, path, tmp_path / "report.json", target)
-
-
 def test_a_missing_export_is_named(tmp_path: pathlib.Path, prompts: pathlib.Path, target) -> None:
     """Where no head comes with the package for the target either."""
     with pytest.raises(manifest.ManifestError, match=r"expected the output of `python -m eagle3_jax.export`"):

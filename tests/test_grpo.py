@@ -29,15 +29,6 @@ def reward(answer: str, _: str) -> float:
     return sum(word in WANTED for word in words) / max(len(words), 1)
 
 
-def test_the_beginning_that_is_right_counts():
-    asked, right = grpo.count_up(np.random.default_rng(0))
-    first, *_, last = right.split(", ")
-    assert asked.startswith(f"Count from {first} to {last}.")
-    assert grpo.shared_beginning(right, right) == 1
-    assert grpo.shared_beginning(right[:4] + "x" + right[4:], right) == 4 / (len(right) + 1)
-    assert grpo.shared_beginning("", right) == 0
-
-
 @pytest.mark.long
 def test_the_reward_rises_and_the_head_follows(tmp_path, capsys):
     target = load_target(TargetConfig(name=str(tiny.write_target(tmp_path)), aux_layers=(1, 2, 3)))

@@ -30,7 +30,7 @@ def test_its_files_are_whole_small_and_silent_about_where_they_were_made():
             assert not any(place in path.read_text() for place in ("/home/", "/root/", "/tmp/", "/work/"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tree_changes_no_bit():
     """Each token's log-probability is vanilla decoding's, from few bits too: there a rounding error moves a token."""
     target = load_target(TargetConfig(name=NAME, weights="stored"))

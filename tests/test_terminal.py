@@ -52,8 +52,3 @@ def test_prompts_are_answered_alone_and_lines_are_a_conversation(tmp_path, monke
     assert asked[1][1:] == [{"role": "assistant", "content": first}, {"role": "user", "content": "cloud"}]
     assert chatted.out.startswith(f"{first}\n") and "\033" not in chatted.out + generated.out
     assert re.search(r"prompt: got \d+ tokens.*; the conversation begins anew", chatted.err)
-
-
-def test_what_cannot_be_is_said_in_a_sentence(tmp_path):
-    with pytest.raises(SystemExit, match=r"eagle3_jax.chat: target.name: .*config.json is missing"):
-        chat.main(["--target", str(tmp_path), "apple"])

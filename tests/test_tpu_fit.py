@@ -62,13 +62,6 @@ def fit(tpu_fit, monkeypatch, capsys):
     return run
 
 
-def test_a_missing_compiler_is_said(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    monkeypatch.setitem(sys.modules, "libtpu", None)
-    with pytest.raises(ValueError, match=r"libtpu: got none, expected the TPUs' compiler.*pip install libtpu"):
-        importlib.import_module("tpu.topology").topology_devices("v5e:1x1")
-
-
 @pytest.mark.parametrize(
     "said",
     [

@@ -181,15 +181,10 @@ def test_a_process_that_is_lost_ends_requests_with_an_error(toy, lines, end, mon
 
 
 # ---------------------------------------------------------------------------------------------------- several processes
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("processes", "mesh", "sent"),
-    [
-        (2, "1x2", signal.SIGKILL),
-        pytest.param(2, "2x1", signal.SIGSTOP, marks=pytest.mark.long),
-        pytest.param(4, "1x4", signal.SIGSTOP, marks=pytest.mark.long),
-        pytest.param(4, "2x2", signal.SIGKILL, marks=pytest.mark.long),
-    ],
+    [(2, "1x2", signal.SIGKILL), (2, "2x1", signal.SIGSTOP), (4, "1x4", signal.SIGSTOP), (4, "2x2", signal.SIGKILL)],
 )
 def test_process_0_answers_as_one_does_and_ends_with_a_follower(folder, prompts, alone, processes, mesh, sent):
     """One that dies or hangs ends all, within seconds, by one sentence, and the running request gets an error."""

@@ -113,8 +113,8 @@ def pool_of(folder: str, count: int) -> EnginePool:
     return EnginePool([Engine.load(row, "lookup", CHAIN, **SMALL) for row in rows])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 4])
 def test_replicas_share_the_requests_and_change_no_answer(folder, count):
     pool = pool_of(folder, count)
     numbers = range(3 * count)

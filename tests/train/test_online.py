@@ -128,7 +128,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_is_bit_equal(tmp_path, target, online, monkeypatch):
     config = run_of(tmp_path, target, "online")
     save = Checkpoints.save

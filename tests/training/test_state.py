@@ -5,6 +5,7 @@ import functools
 import subprocess
 import sys
 
+import array_annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -234,6 +235,7 @@ print("compiled", compiled.memory_analysis().temp_size_in_bytes)
 
 @pytest.mark.slow
 @pytest.mark.smoke
+@pytest.mark.skipif(not array_annotations.ALL, reason="compiled in smoke tests and long runs")
 def test_the_step_compiles_for_a_tpu():
     result = subprocess.run([sys.executable, "-c", _TPU_PROGRAM], capture_output=True, text=True, timeout=600)
     assert "compiled" in result.stdout, result.stderr[-4000:]

@@ -219,16 +219,17 @@ def test_latent_attention_and_grouped_experts_compile_for_a_tpu():
     check("decode", TREE, True, "v5p:1x1x1", few_layers("deepseek_v3"), limit=64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "program", "tree", "greedy", "topology"),
     [
-        pytest.param(DFlash, "decode", CHAIN, True, "v6e:1x1", marks=pytest.mark.slow),
-        pytest.param(DFlash, "decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.long),
-        pytest.param(DFlash, "prefill packed", CHAIN, False, "v6e:1x1", marks=pytest.mark.long),
-        pytest.param(DFlash2, "decode", TREE, True, "v6e:1x1", marks=pytest.mark.long),
-        pytest.param(DFlash2, "decode", GRAFTED, False, "tpu7x:1x1x1", marks=pytest.mark.long),
-        pytest.param(DSpark, "decode", TREE, False, "v5p:1x1x1", marks=pytest.mark.long),
-        pytest.param(DSpark, "catch_up narrow", RESTING, True, "v5e:2x2", marks=pytest.mark.long),
+        (DFlash, "decode", CHAIN, True, "v6e:1x1"),
+        (DFlash, "decode", CHAIN, True, "v5e:2x2"),
+        (DFlash, "prefill packed", CHAIN, False, "v6e:1x1"),
+        (DFlash2, "decode", TREE, True, "v6e:1x1"),
+        (DFlash2, "decode", GRAFTED, False, "tpu7x:1x1x1"),
+        (DSpark, "decode", TREE, False, "v5p:1x1x1"),
+        (DSpark, "catch_up narrow", RESTING, True, "v5e:2x2"),
     ],
 )
 def test_rounds_of_block_heads_compile_for_a_tpu(kind, program, tree, greedy, topology):
