@@ -1,8 +1,7 @@
 """Finds duplicates among prompts: exact ones by identity, near ones by shared runs of words.
 
 Two prompts are near duplicates when a band of their MinHash signatures is equal and the Jaccard similarity of their
-shingles reaches a threshold. `Duplicates` is the pass in order: the first of several stays. Each function here depends
-on its arguments alone, so that many workers may share the work.
+shingles reaches a threshold. Signatures depend on their prompts alone, so that many workers may compute them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,19 +50,10 @@ def signature(messages: filters.Messages, near: float) -> Signature:
     return Signature(shingles, np.frombuffer(b"".join(digest.digest() for digest in digests), dtype="<u8"))
 
 
-def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the Jaccard similarity of two sets, as ascending arrays."""
-    both = np.concatenate((a, b))
-    both.sort()
-    common = int(np.count_nonzero(both[1:] == both[:-1]))
-    return common / (both.size - common)
-
-
 class Duplicates:
-    """Detects duplicates among messages; the first one stays, and the result depends only on the order.
+    """Detects duplicates among prompts; the first one stays, and the result depends only on the order.
 
-    Args:
-        near: Jaccard similarity from which two texts are near duplicates.
+    `near`: Jaccard similarity from which two texts are near duplicates.
     """
 
     def __init__(self, near: float) -> None:
@@ -71,21 +62,31 @@ class Duplicates:
         self._kept: list[np.ndarray] = []  # shingles
         self._bands: dict[int, list[int]] = {}  # of the kept that have this band
 
-    def check(self, messages: filters.Messages) -> str | None:
-        """Returns EXACT, NEAR, or None; new messages are remembered."""
-        identity = filters.content_hash(messages)
+    def check(self, identity: str, sign: Callable[[], Signature]) -> str | None:
+        """Returns EXACT, NEAR, or None; a prompt that is neither is remembered.
+
+        `identity`: its `filters.content_hash`. `sign` computes its signature, where another identity does not decide.
+        """
         if identity in self._identities:
             return EXACT
-        found = signature(messages, self._near)
+        found = sign()
         bands = found.bands.tolist()
         candidates = {number for band in bands for number in self._bands.get(band, ())}
-        if any(jaccard(found.shingles, self._kept[number]) >= self._near for number in candidates):
+        if any(_jaccard(found.shingles, self._kept[number]) >= self._near for number in candidates):
             return NEAR
         for band in bands:
             self._bands.setdefault(band, []).append(len(self._kept))
         self._identities.add(identity)
         self._kept.append(found.shingles)
         return None
+
+
+def _jaccard(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns the Jaccard similarity of two sets, as ascending arrays."""
+    both = np.concatenate((a, b))
+    both.sort()
+    common = int(np.count_nonzero(both[1:] == both[:-1]))
+    return common / (both.size - common)
 
 
 @functools.cache

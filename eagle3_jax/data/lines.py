@@ -1,12 +1,13 @@
-"""Reads other programs' JSONL files as numbered lines, a whole file or a part of it."""
+"""Reads other programs' JSONL files as numbered lines, a whole file or a part of it; writes JSONL files."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
-import io
+import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from eagle3_jax.runs import disk
@@ -19,12 +20,9 @@ _PIECE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Whole lines of a file.
+    """Whole lines of a file: from byte `start` to `stop`, and the number of the `first`.
 
-    Attributes:
-        start, stop: their bytes.
-        first: number of the first line.
-        checksum: CRC-32 of the bytes, so that a file that changes in the meantime is noticed.
+    `checksum`: CRC-32 of the bytes, so that a file that changes in the meantime is noticed.
     """
 
     start: int
@@ -61,54 +59,44 @@ def read(path: str | disk.Path, part: Part | None = None) -> Iterator[tuple[int,
     try:
         with disk.open_binary(path) as stream:
             if part is None:
-                yield from numbered(gzip.open(stream) if str(path).endswith(".gz") else stream)
-            else:
-                within = _Within(stream, part)
-                yield from numbered(io.BufferedReader(within, _PIECE), part.first)
-                if not within.is_same():
-                    raise ValueError(f"{path}: changed while it was read")
+                yield from numbered((gzip.open(stream) if str(path).endswith(".gz") else stream).readline)
+                return
+            stream.seek(part.start)
+            left, checksum = part.stop - part.start, 0
+
+            def readline(size: int) -> bytes:
+                nonlocal left, checksum
+                piece = stream.readline(min(size, left))
+                left, checksum = left - len(piece), zlib.crc32(piece, checksum)
+                return piece
+
+            yield from numbered(readline, part.first)
+            if left or checksum != part.checksum:
+                raise ValueError(f"{path}: changed while it was read")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: {error}, expected a whole gzip file") from error
 
 
-def numbered(stream: Any, first: int = 1) -> Iterator[tuple[int, bytes]]:
+def numbered(readline: Callable[[int], bytes], first: int = 1) -> Iterator[tuple[int, bytes]]:
     """Yields (number from `first`, line) of all lines that are not blank, without a byte order mark.
 
     Only a line feed ends a line: JSON strings may hold all other line breaks of Unicode. A line that is longer than
     LONGEST is cut behind LONGEST + 1 bytes.
-
-    Args:
-        stream: a binary file.
     """
     number = first
-    while line := stream.readline(LONGEST + 1):
+    while line := readline(LONGEST + 1):
         if len(line) > LONGEST:
             more = line
             while more and not more.endswith(b"\n"):
-                more = stream.readline(_PIECE)
+                more = readline(_PIECE)
         line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
         if line.strip():
             yield number, line
         number += 1
 
 
-class _Within(io.RawIOBase):
-    """A part of an open file, as a file."""
-
-    def __init__(self, stream: io.BufferedReader, part: Part) -> None:
-        self._stream, self._left, self._checksum, self._expected = stream, part.stop - part.start, 0, part.checksum
-        stream.seek(part.start)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._stream.read(min(len(buffer), self._left))
-        buffer[: len(found)] = found
-        self._left -= len(found)
-        self._checksum = zlib.crc32(found, self._checksum)
-        return len(found)
-
-    def is_same(self) -> bool:
-        """Tells, at the end, whether these are the bytes that the part was made of."""
-        return self._left == 0 and self._checksum == self._expected
+@contextlib.contextmanager
+def written(path: disk.Path) -> Iterator[Callable[[Any], object]]:
+    """Writes a JSONL file atomically: yields what adds a value as a line. Raises OSError."""
+    with disk.atomic(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        yield lambda value: stream.write(json.dumps(value, ensure_ascii=False) + "\n")

@@ -58,10 +58,7 @@ class Prompt(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Reject:
-    """An unusable record: its source and line, the reason, and its beginning.
-
-    `text` is an excerpt without personal data (`filters.excerpt`).
-    """
+    """An unusable record: its source and line, the reason, and its beginning without personal data."""
 
     source: str
     line: int
@@ -72,7 +69,7 @@ class Reject:
 Record = Prompt | Reject
 
 
-class BrokenRecord(ValueError):
+class BrokenRecord(Exception):
     """A record of no known form; the message is the reason, without the record's content."""
 
 
@@ -81,10 +78,9 @@ def packaged() -> Iterator[Record]:
     folder = importlib.resources.files("eagle3_jax.data") / "prompts"
     categories = []
     for entry in sorted(folder.iterdir(), key=lambda item: item.name):
-        if entry.name.endswith(".jsonl"):
-            with entry.open("rb") as stream:
-                found = lines.numbered(stream)
-                categories.append(list(_records(found, "packaged", entry.name.removesuffix(".jsonl"))))
+        with entry.open("rb") as stream:
+            found = lines.numbered(stream.readline)
+            categories.append(list(_records(found, "packaged", entry.name.removesuffix(".jsonl"))))
     for turn in itertools.zip_longest(*categories):
         yield from (prompt for prompt in turn if prompt is not None)
 
@@ -96,14 +92,10 @@ def jsonl(path: str | disk.Path, category: str = "jsonl", part: lines.Part | Non
     - ShareGPT: {"conversations": [{"from": "human", "value": "..."}]}
     - plain: {"prompt": "..."}, {"question": "..."} or {"text": "..."}
 
-    Each may have "id", "category", "license", and "tools" in OpenAI's form. Each line of a .txt file is a prompt. A .gz
-    file is decompressed.
-
-    Args:
-        category: category of records without one.
-        part: part of the file; None is the whole.
+    Each may have "id", "category" (else it is `category`), "license", and "tools" in OpenAI's form. Each line of a .txt
+    file is a prompt. A .gz file is decompressed.
     """
-    yield from _records(lines.read(path, part), f"jsonl:{pathlib.Path(path).name}", category, parse=_parser(path))
+    return _records(lines.read(path, part), f"jsonl:{pathlib.Path(path).name}", category)
 
 
 def conversations(
@@ -112,24 +104,16 @@ def conversations(
     """Reads a JSONL file of the target's conversations from another engine, in the forms of `jsonl`.
 
     Answers stay unchanged, with `reasoning_content` and `tool_calls`, and so do the tools' turns; turns after the last
-    answer are dropped. A "finish_reason" of "length", or a true
-    "truncated", marks the last answer as cut off. Records without an answer, with an empty one, or with one before the
-    first user turn are rejected.
-
-    Args:
-        category: category of records without one.
-        part: part of the file; None is the whole.
+    answer are dropped. A "finish_reason" of "length", or a true "truncated", marks the last answer as cut off. Records
+    without an answer, with an empty one, or with one before the first user turn are rejected.
     """
-    source = f"conversations:{pathlib.Path(path).name}"
-    yield from _records(lines.read(path, part), source, category, _up_to_the_last_answer)
+    return _records(
+        lines.read(path, part), f"conversations:{pathlib.Path(path).name}", category, _up_to_the_last_answer
+    )
 
 
 def tfds(name: str, field: str, split: str = "train", category: str = "tfds") -> Iterator[Record]:
-    """Reads the text feature `field` of a TensorFlow Dataset through `tfds.data_source` (no TensorFlow needed).
-
-    Raises:
-        ValueError: the dataset has no such feature.
-    """
+    """Reads a text feature of a TensorFlow Dataset, without TensorFlow. Raises ValueError: it has no such feature."""
     import tensorflow_datasets  # slow to import, and used by this source only
 
     source: Any = tensorflow_datasets.data_source(name, split=split)
@@ -153,39 +137,32 @@ def self_written(
     """
     head = [] if system is None else [{"role": "system", "content": system}]
     for number, (turns, finish_reason) in enumerate(outputs, start=1):
-        if finish_reason != "stop":
-            yield Reject("self", number, "the target did not end its prompt", filters.excerpt(turns[0]))
-        elif len(turns[0].strip()) < min_chars:
-            yield Reject("self", number, f"shorter than {min_chars} characters", filters.excerpt(turns[0]))
-        else:
+        if finish_reason == "stop" and len(turns[0].strip()) >= min_chars:
             users = [{"role": "user", "content": turn} for turn in turns]
             yield _record({"messages": head + users}, "self", number, category)
-
-
-def _parser(path: str | disk.Path) -> Callable[[str], Any]:
-    """Chooses how a line of a file of prompts becomes a record."""
-    is_text = str(path).removesuffix(".gz").endswith(".txt")
-    return (lambda text: {"prompt": text}) if is_text else json.loads
+        else:
+            cut = "the target did not end its prompt"
+            reason = f"shorter than {min_chars} characters" if finish_reason == "stop" else cut
+            yield Reject("self", number, reason, filters.excerpt(turns[0]))
 
 
 def _records(
-    numbered: Iterable[tuple[int, bytes]],
-    source: str,
-    category: str,
-    take: _Take | None = None,
-    parse: Callable[[str], Any] = json.loads,
+    numbered: Iterable[tuple[int, bytes]], source: str, category: str, take: _Take | None = None
 ) -> Iterator[Record]:
+    """Yields the record of each line: JSON, but text in a text file of prompts."""
+    is_text = re.fullmatch(r"jsonl:.*\.txt(\.gz)?", source)
     for number, raw in numbered:
-        if len(raw) > lines.LONGEST:
-            beginning = raw[: lines.LONGEST].decode("utf-8", errors="replace")
-            yield Reject(source, number, f"a line of more than {lines.LONGEST >> 20} MiB", filters.excerpt(beginning))
-            continue
+        reason = "not valid JSON"
         try:
-            record = parse(raw.decode("utf-8"))
-        except UnicodeDecodeError:
-            yield Reject(source, number, "not valid UTF-8", filters.excerpt(raw.decode("utf-8", errors="replace")))
-        except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
-            yield Reject(source, number, "not valid JSON", filters.excerpt(raw.decode("utf-8", errors="replace")))
+            if len(raw) > lines.LONGEST:
+                reason = f"a line of more than {lines.LONGEST >> 20} MiB"
+                raise ValueError
+            text = raw.decode("utf-8")
+            record = {"prompt": text} if is_text else json.loads(text)
+        except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested brackets
+            reason = "not valid UTF-8" if isinstance(error, UnicodeDecodeError) else reason
+            beginning = raw[: lines.LONGEST].decode("utf-8", errors="replace")
+            yield Reject(source, number, reason, filters.excerpt(beginning))
         else:
             yield _record(record, source, number, category, take)
 
@@ -214,39 +191,39 @@ def _record(record: Any, source: str, number: int, category: str, take: _Take | 
 
 
 def _messages(record: Any, *, answered: bool) -> Messages:
-    if not isinstance(record, dict):
-        raise BrokenRecord(f"got {type(record).__name__}, expected an object")
+    _require(isinstance(record, dict), f"got {type(record).__name__}, expected an object")
     if "messages" in record:
         turns = _turns(record["messages"], "messages", "role", "content", answered)
     elif "conversations" in record:
         turns = _turns(record["conversations"], "conversations", "from", "value", answered)
     else:
         field = next((name for name in _PLAIN_FIELDS if name in record), None)
-        if field is None:
-            raise BrokenRecord(f"no field messages, conversations, {', '.join(_PLAIN_FIELDS)}")
-        turns = [{"role": "user", "content": _text(record[field], field)}]
+        _require(field is not None, f"no field messages, conversations, {', '.join(_PLAIN_FIELDS)}")
+        turns = [{"role": "user", "content": _text(record[field], str(field))}]
     messages = [
         turn if turn["role"] in _ANSWERING else turn | {"content": filters.normalise(turn["content"])} for turn in turns
     ]
     messages = [message for message in messages if message["content"] or message["role"] != "system"]
-    if any(message["role"] == "system" for message in messages[1:]):
-        raise BrokenRecord("a system message after the first message")
-    users = [message for message in messages if message["role"] == "user"]
-    if not users:
-        raise BrokenRecord("no user message")
-    if not all(message["content"] for message in users):
-        raise BrokenRecord("an empty user message")
+    late = any(message["role"] == "system" for message in messages[1:])
+    _require(not late, "a system message after the first message")
+    users = [message["content"] for message in messages if message["role"] == "user"]
+    _require(bool(users), "no user message")
+    _require(all(users), "an empty user message")
     return messages
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise BrokenRecord(reason)
 
 
 def _up_to_the_last_answer(messages: Messages) -> Messages:
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        raise BrokenRecord("no assistant message")
-    if not all(messages[index]["content"].strip() or messages[index].get("tool_calls") for index in answers):
-        raise BrokenRecord("an empty assistant message")
-    if not any(message["role"] == "user" for message in messages[: answers[0]]):
-        raise BrokenRecord("an assistant message before the first user message")
+    _require(bool(answers), "no assistant message")
+    said = (messages[index]["content"].strip() or messages[index].get("tool_calls") for index in answers)
+    _require(all(said), "an empty assistant message")
+    asked = any(message["role"] == "user" for message in messages[: answers[0]])
+    _require(asked, "an assistant message before the first user message")
     return messages[: answers[-1] + 1]
 
 
@@ -262,75 +239,63 @@ def _one_request(messages: Messages) -> Messages:
 
 
 def _turns(turns: Any, name: str, role_field: str, content_field: str, answered: bool) -> Messages:
-    if not isinstance(turns, list):
-        raise BrokenRecord(f"{name}: got {type(turns).__name__}, expected a list")
+    _require(isinstance(turns, list), f"{name}: got {type(turns).__name__}, expected a list")
     found = []
     for turn in turns:
-        if not isinstance(turn, dict):
-            raise BrokenRecord(f"{name}: got {type(turn).__name__} in the list, expected an object")
+        _require(isinstance(turn, dict), f"{name}: got {type(turn).__name__} in the list, expected an object")
         role = turn.get(role_field)
-        if not isinstance(role, str) or role not in _ROLES:
-            raise BrokenRecord(f"{name}: unknown {role_field}, expected one of {', '.join(_ROLES)}")
+        known = isinstance(role, str) and role in _ROLES
+        _require(known, f"{name}: unknown {role_field}, expected one of {', '.join(_ROLES)}")
         if not answered and _ROLES[role] in _ANSWERING:
             continue
         content = turn.get(content_field)
         if content is None and turn.get("tool_calls"):  # OpenAI's form of a turn that only calls
             content = ""
         kept = {"role": _ROLES[role], "content": _text(content, f"{name}: {content_field}")}
-        found.append(kept | (_more(turn, name) if _ROLES[role] in _ANSWERING else {}))
+        if _ROLES[role] in _ANSWERING:
+            for field in filter(turn.get, _KEPT):
+                is_calls = field == "tool_calls"
+                kept[field] = (_objects if is_calls else _text)(turn[field], f"{name}: {field}")
+        found.append(kept)
     return found
-
-
-def _more(turn: dict[str, Any], name: str) -> dict[str, Any]:
-    """Selects the fields of an answer's or a tool's turn beside its content; empty ones are left out."""
-    more = {field: turn[field] for field in _KEPT if turn.get(field)}
-    for field, value in more.items():
-        if field != "tool_calls":
-            _text(value, f"{name}: {field}")
-        elif not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
-            raise BrokenRecord(f"{name}: tool_calls: got {type(value).__name__}, expected a list of objects")
-    return more
 
 
 def _tools(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The definitions of a record, none where it has none."""
-    tools = record.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BrokenRecord(f"tools: got {type(tools).__name__}, expected a list of objects")
-    _whole(json.dumps(tools, ensure_ascii=False), "tools")
+    tools = _objects(record.get("tools") or [], "tools")
+    _text(json.dumps(tools, ensure_ascii=False), "tools")
     return tools
+
+
+def _objects(value: Any, field: str) -> list[dict[str, Any]]:
+    holds = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    _require(holds, f"{field}: got {type(value).__name__}, expected a list of objects")
+    return value
 
 
 def _text(value: Any, field: str) -> str:
     if isinstance(value, list):  # OpenAI content parts
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-            raise BrokenRecord(f"{field}: a part that is not text")
+        are_texts = all(isinstance(part, dict) and part.get("type") == "text" for part in value)
+        _require(are_texts, f"{field}: a part that is not text")
         value = "\n".join(str(part.get("text", "")) for part in value)
-    if not isinstance(value, str):
-        raise BrokenRecord(f"{field}: got {type(value).__name__}, expected text")
-    return _whole(value, field)
-
-
-def _whole(text: str, field: str) -> str:
-    if any("\ud800" <= char <= "\udfff" for char in text):  # half of a \uXXXX pair: no file could hold it
-        raise BrokenRecord(f"{field}: half a surrogate pair")
-    return text
+    _require(isinstance(value, str), f"{field}: got {type(value).__name__}, expected text")
+    # Half of a \uXXXX pair: no file could hold it.
+    _require(not any("\ud800" <= char <= "\udfff" for char in value), f"{field}: half a surrogate pair")
+    return value
 
 
 def read_file(path: str | disk.Path) -> tuple[list[Prompt], int]:
     """Reads the prompts of a file for a measurement. Returns them, and the number of rejected lines.
 
     Rejects are reported on stderr. Forms are those of `jsonl`. A conversation gives one request: its last question
-    after its answers, or the first question if answers are missing, since a request has one open question.
-
-    Raises:
-        ValueError: no file, or no usable prompt in it.
+    after its answers, or the first question if answers are missing, since a request has one open question. Raises
+    ValueError: no file, or no usable prompt in it.
     """
     path = disk.path_of(path)
     if not path.is_file():
         raise ValueError(f"--prompts {path}: not found, expected a JSONL file of prompts, or a .txt file")
     prompts, rejected = [], 0
-    for item in _records(lines.read(path), f"jsonl:{path.name}", "all", _one_request, _parser(path)):
+    for item in _records(lines.read(path), f"jsonl:{path.name}", "all", _one_request):
         if isinstance(item, Reject):
             rejected += 1
             processes.say(f"{path}, line {item.line}: left out: {item.reason}")
@@ -346,13 +311,8 @@ def encode(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Adds token ids to prompts, as `prompt`. Returns them, and the numbers dropped as "too_long" and "refused".
 
-    Args:
-        room: longest prompt in tokens. The chat template refuses some prompts, such as those with a system message that
-            it does not support.
-        name: the file's name, for the error.
-
-    Raises:
-        ValueError: no prompt is left.
+    `room`: longest prompt in tokens. The chat template refuses some prompts, such as those with a system message that
+    it does not support. Raises ValueError, with the file's `name`: no prompt is left.
     """
     fitting: list[dict[str, Any]] = []
     left_out = {"too_long": 0, "refused": 0}

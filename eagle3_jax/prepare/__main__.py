@@ -6,19 +6,18 @@ and filters their prompts, and writes `prompts/{train,held_out,rejects}.jsonl` w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax.config import (
-    ConversationsSource,
-    JsonlSource,
-    RunConfig,
-    SelfSource,
-    TfdsSource,
-    run_file,
-)
-from eagle3_jax.prepare import self_prompting
-from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK
+import tqdm
+
+from eagle3_jax.config import RunConfig, SelfSource, TfdsSource, run_file
+from eagle3_jax.data.duplicates import Duplicates, signature
+from eagle3_jax.data.split import StratifiedSplit, by_category
+from eagle3_jax.prepare import reading, result, self_prompting
+from eagle3_jax.prepare.cleaning import Cleaned, Cleaner
+from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK, Result
 from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
@@ -55,20 +54,45 @@ def prepare(config: RunConfig) -> None:
         processes.agree(lambda: _remove_work(folder))
 
 
-def _prepare(config: RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> None:
-    """Filters and writes the prompts. `written`: index of a source of kind `self` -> what the target wrote for it."""
+def _prepare(config: RunConfig, folder: disk.Path, written: Written) -> None:
+    run = _in_process
     if config.prepare.runner == "beam":
-        from eagle3_jax.prepare.beam import pipeline as form  # late: the extra `beam`
-    else:
-        from eagle3_jax.prepare import in_process as form
+        from eagle3_jax.prepare.beam import run  # late: the extra `beam`
     if config.prepare.personal_data_engine == "cloud_dlp":
         from eagle3_jax.prepare import cloud_dlp  # late: the extra `report`
 
         processes.say(f"prepare: {cloud_dlp.foretold(config.prepare)}")
-    result = form.run(config, folder, written)
-    manifest.finish(folder, files=result.files, **result.for_manifest())
-    train, held_out, rejects = (result.counts[name] for name in (TRAIN, HELD_OUT, REJECTS))
+    found = run(config, folder, written)
+    manifest.finish(folder, files=found.files, **found.for_manifest())
+    train, held_out, rejects = (found.counts[name] for name in (TRAIN, HELD_OUT, REJECTS))
     print(f"prepare: {train} to train, {held_out} held out, {rejects} rejected (why: {REJECTS}) -> {folder}")
+
+
+def _in_process(config: RunConfig, folder: disk.Path, written: Written) -> Result:
+    """Runs the filters in one pass, for a few hundred thousand prompts: those kept stay in memory."""
+    section = config.prepare
+    cleaner, duplicates, found = (
+        Cleaner(section, folder / FINDINGS),
+        Duplicates(section.near_duplicate),
+        list[Cleaned](),
+    )
+    records = (
+        (reading.label(source), record)
+        for number, source in enumerate(section.sources)
+        for record in reading.read(source, written.get(number, ()))
+    )
+    for cleaned in tqdm.tqdm(cleaner.clean(records), desc="prepare", unit=" prompts", mininterval=1.0):
+        command.stop_point()
+        if cleaned.reason is None:
+            sign = functools.partial(signature, cleaned.asked, section.near_duplicate)
+            reason = duplicates.check(cleaned.identity, sign)
+            cleaned = cleaned.rejected(reason) if reason else cleaned
+        found.append(cleaned)
+    split = StratifiedSplit(by_category(prompt.place for prompt in found if prompt.reason is None), section.held_out)
+    whole = result.write({name: folder / name for name in (TRAIN, HELD_OUT, REJECTS)}, found, split)
+    for reason in cleaner.benchmarks.reasons:  # one with no match is counted as 0
+        whole.rejected[reason] += 0
+    return whole
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
@@ -80,7 +104,7 @@ def _identity(config: RunConfig) -> dict[str, Any]:
         what["cloud_dlp"] = {name: service[name] for name in ("location", "info_types", "min_likelihood")}
     identity: dict[str, Any] = {"verb": "prepare", "prepare": what, "seed": config.seed}
     identity["inputs"] = {}
-    files = [s.path for s in section.sources if isinstance(s, JsonlSource | ConversationsSource)]
+    files = [source.path for source in section.sources if isinstance(source, reading.FileSource)]
     for name, paths in (("sources: path", files), ("benchmarks", section.benchmarks)):
         for path in paths:
             try:

@@ -19,12 +19,10 @@ class Cleaned:
     """A record of a source, JSON-ready.
 
     Attributes:
-        label: of its source.
-        line: number in the source.
+        label: of its source. line: number in the source.
         prompt: {"id", "category", "source", "messages"}, and "license", "tools", "truncated" where the record has them;
             empty if rejected.
-        reason: why it is rejected.
-        text: excerpt of a record that was rejected.
+        reason: why it is rejected. text: excerpt of a record that was rejected.
         personal: count of each kind of personal data that was found.
         identity, opening: `filters.content_hash` and `opening_hash` of what the users ask.
     """
@@ -49,7 +47,6 @@ class Cleaned:
         return self.prompt["category"], self.opening, self.identity
 
     def rejected(self, reason: str) -> Cleaned:
-        """This prompt, rejected."""
         return dataclasses.replace(self, prompt={}, reason=reason, text=_excerpt(self.prompt["messages"]))
 
     def reject(self) -> dict[str, Any]:
@@ -64,11 +61,8 @@ _RECORDS, _CHARACTERS = 4096, 1 << 20
 class Cleaner:
     """The filters that look at one record alone.
 
-    Args:
-        log: keeps what a service found, for a run that is interrupted; None keeps nothing.
-
-    Raises:
-        ValueError: an unreadable benchmark, or no credentials for the service.
+    `log` keeps what a service found, for a run that is interrupted. Raises ValueError: an unreadable benchmark, or no
+    credentials for the service.
     """
 
     def __init__(self, section: PrepareConfig, log: disk.Path | None = None) -> None:
@@ -127,21 +121,10 @@ class Cleaner:
         identity = filters.content_hash(asked)
         category = record["category"]
         prompt: dict[str, Any] = {"id": f"{category}-{identity[:16]}", "category": category, "source": label}
-        if "license" in record:
-            prompt["license"] = record["license"]
-        prompt["messages"] = messages
-        if tools:
-            prompt["tools"] = tools
-        if "truncated" in record:
-            prompt["truncated"] = record["truncated"]
-        cleaned = Cleaned(
-            label,
-            record["line"],
-            prompt,
-            personal=dict(found),
-            identity=identity,
-            opening=filters.opening_hash(asked),
-        )
+        prompt |= {name: record[name] for name in ("license", "messages", "tools", "truncated") if name in record}
+        prompt |= {"messages": messages} | ({"tools": tools} if tools else {})
+        opening = filters.opening_hash(asked)
+        cleaned = Cleaned(label, record["line"], prompt, personal=dict(found), identity=identity, opening=opening)
         return cleaned.rejected("personal data") if found and self._section.personal_data == "drop" else cleaned
 
 

@@ -6,13 +6,12 @@ cells of a table with one column. A long text is several cells that overlap, sin
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx2
 
@@ -38,8 +37,7 @@ _LOOK = 0.5  # seconds between two looks for signals
 _BUSY = (408, 429, 500, 502, 503, 504)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A part of a text. `place`: of the text among all; `start`: of the part in the text, in characters."""
 
     place: int
@@ -47,25 +45,17 @@ class _Piece:
     text: str
 
 
-class _Trouble(Exception):
-    """No answer now. `wait`: seconds, as the service says."""
-
-    def __init__(self, why: str, wait: float = 0.0) -> None:
-        super().__init__(why)
-        self.wait = wait
-
-
 class CloudDlp:
     """The service, asked in turn. Raises ValueError: no credentials."""
 
     def __init__(self, settings: CloudDlpConfig) -> None:
-        self._settings = settings
         self._url = f"{settings.url}/v2/projects/{settings.project}/locations/{settings.location}/content:inspect"
         self._how = {
             "infoTypes": [{"name": name} for name in settings.info_types],
             "minLikelihood": settings.min_likelihood,
         }
-        self._client = httpx2.Client(timeout=60.0)
+        headers = {"Content-Type": "application/json", "x-goog-user-project": str(settings.project)}
+        self._client = httpx2.Client(timeout=60.0, headers=headers)
         self._authorise = _token(settings.token_variable) if settings.token_variable else _credentials()
 
     def inspect(self, texts: Sequence[str]) -> list[list[Span]]:
@@ -77,52 +67,49 @@ class CloudDlp:
         """
         found: list[list[Span]] = [[] for _ in texts]
         for pieces in _requests(texts):
-            for piece, start, end, kind in self._found(pieces):
-                found[piece.place].append((piece.start + start, piece.start + end, kind))
+            self._inspect(pieces, found)
         return found
 
-    def _found(self, pieces: list[_Piece]) -> list[tuple[_Piece, int, int, str]]:
+    def _inspect(self, pieces: list[_Piece], found: list[list[Span]]) -> None:
         findings, truncated = self._ask([piece.text for piece in pieces])
-        if not truncated:
-            return [(pieces[row], start, end, kind) for row, start, end, kind in findings]
-        halves = list(_halves(pieces))
-        return [finding for half in halves for finding in self._found(half)]
+        if truncated:
+            for half in _halves(pieces):
+                self._inspect(half, found)
+            return
+        for row, start, end, kind in findings:
+            piece = pieces[row]
+            found[piece.place].append((piece.start + start, piece.start + end, kind))
 
     def _ask(self, texts: list[str]) -> tuple[list[tuple[int, int, int, str]], bool]:
         """Returns the findings of a request as (row, start, end, kind), and whether there are more."""
         rows = [{"values": [{"stringValue": text}]} for text in texts]
         body = {"item": {"table": {"headers": [{"name": "text"}], "rows": rows}}, "inspectConfig": self._how}
-        content = json.dumps(body, ensure_ascii=False).encode()
+        content, said = json.dumps(body, ensure_ascii=False).encode(), ""
         for attempt in range(_ATTEMPTS):
+            headers, after = dict[str, str](), "0"
+            self._authorise(headers)
             try:
-                return _read(self._post(content), texts)
-            except _Trouble as trouble:
-                said = trouble
+                answer = self._client.post(self._url, content=content, headers=headers)
+                if answer.status_code == 200:
+                    return _read(answer.content, texts)
+            except httpx2.HTTPError as error:
+                said = f"got no answer ({error!r})"
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+                said = f"got an answer without findings in the texts ({error!r})"
+            else:
+                said = f"status {answer.status_code}: {' '.join(answer.text.split())[:300]}"
+                if answer.status_code not in _BUSY:
+                    raise ValueError(f"prepare.cloud_dlp: {self._url}: {said}")
+                after = answer.headers.get("Retry-After", "0")
             if attempt < _ATTEMPTS - 1:
-                _pause(max(said.wait, min(_REST * 2**attempt, _LONGEST_REST)))
+                _pause(max(float(after) if after.isdigit() else 0.0, min(_REST * 2**attempt, _LONGEST_REST)))
         raise ValueError(f"prepare.cloud_dlp: {self._url}: {_ATTEMPTS} attempts: {said}; run it again")
-
-    def _post(self, content: bytes) -> bytes:
-        headers = {"Content-Type": "application/json", "x-goog-user-project": str(self._settings.project)}
-        self._authorise(headers)
-        try:
-            answer = self._client.post(self._url, content=content, headers=headers)
-        except httpx2.HTTPError as error:
-            raise _Trouble(f"got no answer ({error!r})") from error
-        if answer.status_code == 200:
-            return answer.content
-        said = f"status {answer.status_code}: {' '.join(answer.text.split())[:300]}"
-        if answer.status_code in _BUSY:
-            after = answer.headers.get("Retry-After", "")
-            raise _Trouble(said, float(after) if after.isdigit() else 0.0)
-        raise ValueError(f"prepare.cloud_dlp: {self._url}: {said}")
 
 
 def remembered(inspect: Inspect, path: disk.Path) -> Inspect:
     """Wraps `inspect` so that an interrupted run pays for no text again.
 
-    Args:
-        path: of a log, which holds digests of the texts and places of the findings, and no text.
+    `path`: of a log, which holds digests of the texts and places of the findings, and no text.
     """
     known: dict[str, list[Span]] = {digest: [(*span,) for span in spans] for digest, spans in disk.read_log(path)}
 
@@ -180,26 +167,23 @@ def _halves(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
     middle, overlap = len(piece.text) // 2, min(_OVERLAP, len(piece.text) // 4)
     if not overlap:
         raise ValueError(f"prepare.cloud_dlp: got too many findings in {len(piece.text)} characters, expected fewer")
-    yield [dataclasses.replace(piece, text=piece.text[: middle + overlap])]
-    yield [dataclasses.replace(piece, start=piece.start + middle, text=piece.text[middle:])]
+    yield [piece._replace(text=piece.text[: middle + overlap])]
+    yield [piece._replace(start=piece.start + middle, text=piece.text[middle:])]
 
 
 def _read(content: bytes, texts: Sequence[str]) -> tuple[list[tuple[int, int, int, str]], bool]:
-    """Reads an answer, in which numbers are texts, and zeros are missing. Raises _Trouble: not of this form."""
-    try:
-        result = json.loads(content).get("result", {})
-        findings = []
-        for finding in result.get("findings", []):
-            location = finding["location"]
-            (where,) = location["contentLocations"]
-            row = int(where["recordLocation"].get("tableLocation", {}).get("rowIndex", 0))
-            start, end = (int(location["codepointRange"].get(name, 0)) for name in ("start", "end"))
-            if not 0 <= start < end <= len(texts[row]):
-                raise ValueError(f"characters {start} to {end} of {len(texts[row])}")
-            findings.append((row, start, end, str(finding["infoType"]["name"])))
-        return findings, bool(result.get("findingsTruncated"))
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _Trouble(f"got an answer without findings in the texts ({error!r})") from error
+    """Reads an answer, in which numbers are texts, and zeros are missing."""
+    result = json.loads(content).get("result", {})
+    findings = []
+    for finding in result.get("findings", []):
+        location = finding["location"]
+        (where,) = location["contentLocations"]
+        row = int(where["recordLocation"].get("tableLocation", {}).get("rowIndex", 0))
+        start, end = (int(location["codepointRange"].get(name, 0)) for name in ("start", "end"))
+        if not 0 <= start < end <= len(texts[row]):
+            raise ValueError(f"characters {start} to {end} of {len(texts[row])}")
+        findings.append((row, start, end, str(finding["infoType"]["name"])))
+    return findings, bool(result.get("findingsTruncated"))
 
 
 def _credentials() -> Callable[[dict[str, str]], None]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from eagle3_jax.config import ConversationsSource, JsonlSource, PackagedSource, SelfSource, Source, TfdsSource
 from eagle3_jax.data import sources
 from eagle3_jax.data.lines import Part
 from eagle3_jax.data.sources import Record
-from eagle3_jax.prepare.self_prompting import Written
 
-_OF_THIS_PACKAGE = "apache-2.0"
 FileSource = JsonlSource | ConversationsSource
 
 
@@ -22,21 +20,16 @@ def label(source: Source) -> str:
     return f"tfds:{source.name}" if isinstance(source, TfdsSource) else source.kind
 
 
-def read(source: Source, written: list[Written] | None = None) -> Iterator[Record]:
-    """Yields the records of a source, up to its limit of prompts.
+def read(source: Source, written: Sequence[tuple[list[str], str]] = ()) -> Iterator[Record]:
+    """Yields the records of a source, up to its limit of prompts. Raises ValueError, OSError: an unreadable source.
 
-    Args:
-        written: what the target wrote for a source of kind `self`.
-
-    Raises:
-        ValueError, OSError: an unreadable source.
+    `written`: what the target wrote for a source of kind `self`.
     """
     if isinstance(source, SelfSource):
-        assert written is not None
         found = sources.self_written(written, source.category, source.system)
         return _licensed(_limited(found, source.count), source.license)
     if isinstance(source, PackagedSource):
-        return _licensed(_limited(sources.packaged(), source.limit), _OF_THIS_PACKAGE)
+        return _licensed(_limited(sources.packaged(), source.limit), "apache-2.0")
     if isinstance(source, TfdsSource):
         found = sources.tfds(source.name, source.field, source.split, source.category)
         return _licensed(_limited(found, source.limit), source.license)

@@ -1,21 +1,26 @@
-"""Writes the output folder of `prepare`, for each of its runners."""
+"""The output folder of `prepare`, whichever runner writes it."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eagle3_jax.data import filters, sources
+from eagle3_jax.data import filters, lines, sources
+from eagle3_jax.data.split import StratifiedSplit
+from eagle3_jax.prepare.cleaning import Cleaned
+from eagle3_jax.runs import disk
 
 TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
 WORK = "beam"  # folder of what the Beam form keeps until it has finished
 FINDINGS = "cloud_dlp.jsonl"  # log of what Cloud DLP found, kept until all is done
 
+_Counts = collections.Counter[str]
 
-def _counters() -> dict[str, collections.Counter[str]]:
+
+def _counters() -> dict[str, _Counts]:
     return collections.defaultdict(collections.Counter)
 
 
@@ -24,23 +29,21 @@ class Result:
     """Counts of the records, which are added up over their parts, and the files for the next verb.
 
     Attributes:
-        read: records of each source.
-        rejected: of each reason.
-        personal: findings of each kind of personal data.
+        read: records of each source. rejected: of each reason. personal_data: findings of each kind.
         categories: of the prompts of TRAIN and of HELD_OUT.
         provenance: prompts that are kept of each source, by their licences.
-        lengths: prompts that are kept of each category, by the least power of two not below their characters.
+        characters: prompts that are kept of each category, by the least power of two not below their characters.
         files: relative to the folder.
     """
 
-    read: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    personal: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    categories: dict[str, collections.Counter[str]] = dataclasses.field(
+    read: _Counts = dataclasses.field(default_factory=collections.Counter)
+    rejected: _Counts = dataclasses.field(default_factory=collections.Counter)
+    personal_data: _Counts = dataclasses.field(default_factory=collections.Counter)
+    categories: dict[str, _Counts] = dataclasses.field(
         default_factory=lambda: {TRAIN: collections.Counter(), HELD_OUT: collections.Counter()}
     )
-    provenance: dict[str, collections.Counter[str]] = dataclasses.field(default_factory=_counters)
-    lengths: dict[str, collections.Counter[str]] = dataclasses.field(default_factory=_counters)
+    provenance: dict[str, _Counts] = dataclasses.field(default_factory=_counters)
+    characters: dict[str, _Counts] = dataclasses.field(default_factory=_counters)
     files: tuple[str, ...] = (TRAIN, HELD_OUT)
 
     @property
@@ -49,18 +52,11 @@ class Result:
         kept = {name: sum(found.values()) for name, found in self.categories.items()}
         return kept | {REJECTS: sum(self.rejected.values())}
 
-    def keep(self, prompt: Mapping[str, Any], name: str) -> None:
-        """Counts a prompt of the file `name`."""
-        category, text = prompt["category"], filters.content(filters.asked(prompt["messages"]))
-        self.categories[name][category] += 1
-        self.provenance[prompt["source"]][prompt.get("license", sources.UNSTATED)] += 1
-        self.lengths[category][str(1 << max(0, len(text) - 1).bit_length())] += 1
-
     def add(self, part: Mapping[str, Any]) -> None:
         """Adds the counts of a part: fields of this class, as JSON."""
-        for name in ("read", "rejected", "personal"):
+        for name in ("read", "rejected", "personal_data"):
             getattr(self, name).update(part[name])
-        for name in ("categories", "provenance", "lengths"):
+        for name in ("categories", "provenance", "characters"):
             for key, found in part[name].items():
                 getattr(self, name)[key].update(found)
 
@@ -68,15 +64,28 @@ class Result:
         """The counts under the names that the manifest has."""
         return {
             "prompts": {name.removesuffix(".jsonl"): count for name, count in self.counts.items()},
-            "categories": {name.removesuffix(".jsonl"): dict(found) for name, found in self.categories.items()},
-            "sources": dict(self.read),
-            "rejected": dict(self.rejected),
-            "personal_data": dict(self.personal),
-            "provenance": {source: dict(found) for source, found in self.provenance.items()},
-            "characters": {category: dict(found) for category, found in self.lengths.items()},
+            "categories": {name.removesuffix(".jsonl"): found for name, found in self.categories.items()},
+            "sources": self.read,
+            **{name: getattr(self, name) for name in ("rejected", "personal_data", "provenance", "characters")},
         }
 
 
-def line(record: dict[str, Any]) -> str:
-    """A record as a line of its file."""
-    return json.dumps(record, ensure_ascii=False) + "\n"
+def write(paths: Mapping[str, disk.Path], records: Iterable[Cleaned], split: StratifiedSplit) -> Result:
+    """Writes records into the files TRAIN, HELD_OUT and REJECTS, which lie at `paths`, and counts them."""
+    result = Result()
+    with contextlib.ExitStack() as stack:
+        add = {name: stack.enter_context(lines.written(path)) for name, path in paths.items()}
+        for cleaned in records:
+            result.read[cleaned.label] += 1
+            result.personal_data.update(cleaned.personal)
+            if cleaned.reason is not None:
+                result.rejected[cleaned.reason] += 1
+                add[REJECTS](cleaned.reject())
+                continue
+            prompt, name = cleaned.prompt, HELD_OUT if split.holds_out(*cleaned.place) else TRAIN
+            text = filters.content(filters.asked(prompt["messages"]))
+            result.categories[name][prompt["category"]] += 1
+            result.provenance[prompt["source"]][prompt.get("license", sources.UNSTATED)] += 1
+            result.characters[prompt["category"]][str(1 << max(0, len(text) - 1).bit_length())] += 1
+            add[name](prompt)
+    return result

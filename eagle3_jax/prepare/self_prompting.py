@@ -20,8 +20,9 @@ from eagle3_jax.data import chat
 from eagle3_jax.models import chat_template
 from eagle3_jax.runs import command, disk, processes
 
-# The user's turns, and the finish_reason of the first: the turn is complete only after "stop".
-Written = tuple[list[str], str]
+# For the index of each source of kind `self`, its conversations: the user's turns, and the finish_reason of the first,
+# which is complete only after "stop".
+Written = dict[int, list[tuple[list[str], str]]]
 
 # Most tries for each requested prompt, since a target may never end its prompts.
 _TRIES = 4
@@ -31,17 +32,17 @@ _CHUNK = 16
 _TEMPLATE_TOKENS = 32
 
 
-def write(config: RunConfig, source: SelfSource, log: disk.Path) -> list[Written]:
-    """Generates conversations until enough of them ended.
+def write(config: RunConfig, source: SelfSource, log: disk.Path) -> list[tuple[list[str], str]]:
+    """Generates conversations until enough of them ended; see `Written`.
 
-    Args:
-        log: a line for each chunk; lines of an interrupted run are read first.
+    `log` gets a line for each chunk; lines of an interrupted run are read first.
     """
-    done: list[list[Written]] = disk.read_log(log)
+    chunks: list[list[tuple[list[str], str]]] = disk.read_log(log)
+    done = [(turns, reason) for outputs in chunks for turns, reason in outputs]
     processes.barrier()  # the log grows from here on
-    ended = sum(reason == "stop" for outputs in done for _, reason in outputs)
+    ended = sum(reason == "stop" for _, reason in done)
     if ended >= source.count:
-        return [(turns, reason) for outputs in done for turns, reason in outputs]
+        return done
     from eagle3_jax.decoding import data_parallel  # late: loads JAX and the target
     from eagle3_jax.decoding.engine import Engine, SamplingParams
     from eagle3_jax.mesh import make_mesh, own_replica
@@ -55,43 +56,35 @@ def write(config: RunConfig, source: SelfSource, log: disk.Path) -> list[Written
     rows = data_parallel.targets(fetch.load_target(config.target, replica.mesh), replica)
     engines = [Engine.load(row, None, batch_size=batch, max_length=length) for row in rows]
     generate = functools.partial(data_parallel.generate, engines)
+    shown = processes.index() == 0
     with (
         disk.Log(log) as stream,
-        tqdm.tqdm(
-            desc="self-prompting",
-            initial=ended,
-            total=source.count,
-            unit=" prompts",
-            disable=processes.index() > 0,
-        ) as bar,
+        tqdm.tqdm(desc="self-prompting", initial=ended, total=source.count, disable=not shown) as bar,
     ):
 
         def progress(ended: bool) -> None:
             command.stop_point()
             bar.update(ended)
 
-        tried = sum(map(len, done))
-        while ended < source.count and tried < _TRIES * source.count:
+        while ended < source.count and len(done) < _TRIES * source.count:
             size = batch * min(_CHUNK, math.ceil((source.count - ended) / batch))
             # Openings repeat, so each conversation has a seed of its own.
             params = [
                 SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens, seed=seed)
-                for seed in _seeds(f"{config.seed}/{log.stem}/{len(done)}", size)
+                for seed in _seeds(f"{config.seed}/{log.stem}/{len(chunks)}", size)
             ]
-            begun = [openings[(tried + row) % len(openings)] for row in range(size)]
+            begun = [openings[(len(done) + row) % len(openings)] for row in range(size)]
             own = slice(replica.index, None, replica.count)
             outputs = _converse(generate, tokenizer, source, begun[own], params[own], length, progress)
-            shares = {
-                part["replica"]: part["outputs"]
-                for part in processes.gather({"replica": replica.index, "outputs": outputs})
-            }
+            parts = processes.gather({"replica": replica.index, "outputs": outputs})
+            shares = {part["replica"]: part["outputs"] for part in parts}
             outputs = [shares[row % replica.count][row // replica.count] for row in range(size)]
             if processes.index() == 0:
                 stream.append(outputs)
-            done.append(outputs)
-            tried += size
+            chunks.append(outputs)
+            done += [(turns, reason) for turns, reason in outputs]
             ended += sum(reason == "stop" for _, reason in outputs)
-    return [(turns, reason) for outputs in done for turns, reason in outputs]
+    return done
 
 
 def _converse(
@@ -102,26 +95,21 @@ def _converse(
     params: Sequence[Any],
     length: int,
     progress: Callable[[bool], None],
-) -> list[Written]:
-    """Generates a conversation for each opening, turn by turn for all; a truncated turn ends its conversation.
-
-    Args:
-        generate: `data_parallel.generate` on the engines of this process.
-    """
+) -> list[tuple[list[str], str]]:
+    """Generates a conversation for each opening, turn by turn for all; a truncated turn ends its conversation."""
     talks = [_system(source) for _ in openings]
 
     def ask(prompts: dict[int, list[int]], progress: Callable[[bool], None] = lambda _: None) -> dict[int, Any]:
         """Continuations of the prompts, by row; none for a prompt without room."""
-        fitting = {row: ids for row, ids in prompts.items() if len(ids) + source.max_tokens <= length}
-        answers: dict[int, Any] = {}
-        rows = list(fitting)
+        rows = [row for row, ids in prompts.items() if len(ids) + source.max_tokens <= length]
+        answers: dict[int, Any] = dict.fromkeys(rows)
 
         def on_output(index: int, output: Any) -> None:
             answers[rows[index]] = output
             progress(output.finish_reason == "stop")
 
-        generate(list(fitting.values()), [params[row] for row in rows], on_output)
-        return {row: answers[row] for row in rows}
+        generate([prompts[row] for row in rows], [params[row] for row in rows], on_output)
+        return answers
 
     beginnings = {row: chat.user_opening_ids(tokenizer, talks[row], opening) for row, opening in enumerate(openings)}
     first = ask(beginnings, progress)

@@ -22,9 +22,6 @@ def read(tmp_path, *lines: object) -> list:
     ("record", "expected"),
     [
         ({"prompt": "Hi"}, [("user", "Hi")]),
-        ({"question": "Hi", "answer": "no"}, [("user", "Hi")]),
-        ({"text": " Hi\r\n"}, [("user", "Hi")]),
-        ({"messages": [{"role": "user", "content": "Hi"}]}, [("user", "Hi")]),
         (
             {
                 "messages": [
@@ -57,11 +54,9 @@ def test_forms(tmp_path, record, expected):
 
 
 def test_own_id_and_category(tmp_path):
-    first, second = read(
-        tmp_path,
-        {"id": "HumanEval/0", "category": "code", "prompt": "Hi"},
-        {"id": 7, "category": "555-123-4567", "prompt": "Hi"},  # no name of a category
-    )
+    not_a_name = "555-123-4567"
+    named = {"id": "HumanEval/0", "category": "code", "prompt": "Hi"}
+    first, second = read(tmp_path, named, {"id": 7, "category": not_a_name, "prompt": "Hi"})
     assert (first["id"], first["category"]) == ("HumanEval/0", "code")
     assert (second["id"], second["category"]) == ("7", "mine")
 
@@ -71,7 +66,6 @@ def test_own_id_and_category(tmp_path):
     [
         (b'{"prompt": "never clo', "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
-        (b"1" * 5000, "not valid JSON"),
         (b'{"prompt": "\xff\xfe"}', "not valid UTF-8"),
         (["Hi"], "got list, expected an object"),
         ({"promt": "Hi"}, "no field messages, conversations, prompt, question, text"),
@@ -79,7 +73,6 @@ def test_own_id_and_category(tmp_path):
         ({"prompt": " \n\u200b"}, "an empty user message"),
         ({"prompt": "\ud800"}, "prompt: half a surrogate pair"),
         ({"messages": "Hi"}, "messages: got str, expected a list"),
-        ({"messages": ["Hi"]}, "messages: got str in the list, expected an object"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "no user message"),
         ({"messages": [{"role": "critic", "content": "Hi"}]}, "messages: unknown role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part that is not text"),
@@ -100,15 +93,12 @@ def test_broken_lines_are_set_aside(tmp_path, line, reason):
     assert (before["messages"][0]["content"], after["messages"][0]["content"]) == ("before", "after")
 
 
-def test_rejects_hold_no_personal_data(tmp_path):
-    found = read(
-        tmp_path,
-        b'{"prompt": "mail bob@example.org',
-        {"messages": [{"role": "tool", "content": "first line\n536-22-8726"}]},
-        b'{"prompt": "escaped bob\\u0040example.org',
-    )
-    assert all(isinstance(record, sources.Reject) for record in found)
-    assert not any("bob" in record.text or "8726" in record.text for record in found)
+def test_blank_lines_and_byte_order_mark_of_plain_and_packed_files(tmp_path):
+    content = b"\n".join([b'\xef\xbb\xbf{"prompt": "A"}', b"", b"  \r", b'{"prompt": "B\xe2\x80\xa8C"}\r'])
+    for name, data in (("plain.jsonl", content), ("packed.jsonl.gz", gzip.compress(content))):
+        (tmp_path / name).write_bytes(data)
+        found = list[Any](sources.jsonl(tmp_path / name))
+        assert [(prompt["line"], prompt["messages"][0]["content"]) for prompt in found] == [(1, "A"), (4, "B\u2028C")]
 
 
 @pytest.mark.parametrize("ending", [".txt", ".txt.gz"])
@@ -122,11 +112,6 @@ def test_a_line_of_a_text_file_is_a_prompt(tmp_path, ending):
     assert (prompts[2]["id"], prompts[2]["category"]) == (f"jsonl:mine{ending}:4", "own")
     read, rejected = sources.read_file(path)
     assert [prompt["messages"] for prompt in read] == asked and rejected == 1
-
-
-def test_blank_lines_and_byte_order_mark(tmp_path):
-    found = read(tmp_path, b'\xef\xbb\xbf{"prompt": "A"}', b"", b"  \r", b'{"prompt": "B\xe2\x80\xa8C"}\r')
-    assert [(prompt["line"], prompt["messages"][0]["content"]) for prompt in found] == [(1, "A"), (4, "B\u2028C")]
 
 
 @pytest.mark.filterwarnings("ignore:label\\(\\) is deprecated:DeprecationWarning")  # tfds asks protobuf so
@@ -157,12 +142,8 @@ def test_tfds(tmp_path):
 
 
 def test_self_written():
-    outputs = [
-        (["What is a good name?"], "stop"),
-        (["An endless sto"], "length"),
-        (["Hm"], "stop"),
-        (["a\ud800bcdefgh"], "stop"),
-    ]
+    outputs = [(["What is a good name?"], "stop"), (["An endless sto"], "length"), (["Hm"], "stop")]
+    outputs.append((["a\ud800bcdefgh"], "stop"))
     first, cut, short, broken = sources.self_written(outputs)
     assert isinstance(first, dict) and (first["category"], first["id"]) == ("self", "self:1")
     assert isinstance(cut, sources.Reject) and cut.reason == "the target did not end its prompt"
@@ -176,41 +157,17 @@ def conversations(tmp_path, *lines: object) -> list:
     return list(sources.conversations(path))
 
 
-@pytest.mark.parametrize(
-    ("record", "expected", "truncated"),
-    [
-        (
-            {"messages": [{"role": "user", "content": " A\r\n"}, {"role": "assistant", "content": " B\r\n"}]},
-            [("user", "A"), ("assistant", " B\r\n")],  # what was said stays letter by letter
-            False,
-        ),
-        (
-            {
-                "finish_reason": "length",
-                "conversations": [
-                    {"from": "system", "value": "Be brief."},
-                    {"from": "human", "value": "A"},
-                    {"from": "gpt", "value": "B"},
-                    {"from": "human", "value": "C"},
-                    {"from": "gpt", "value": "D"},
-                    {"from": "human", "value": "never answered"},
-                ],
-            },
-            [("system", "Be brief."), ("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "D")],
-            True,
-        ),
-        (
-            {"truncated": True, "messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]},
-            [("user", "A"), ("assistant", "B")],
-            True,
-        ),
-    ],
-)
-def test_conversations_keep_the_answers(tmp_path, record, expected, truncated):
-    (found,) = conversations(tmp_path, record)
-    assert [(message["role"], message["content"]) for message in found["messages"]] == expected
-    assert (found["category"], found["id"]) == ("conversations", "conversations:answered.jsonl:1")
-    assert found["truncated"] is truncated
+def test_conversations_keep_the_answers(tmp_path):
+    """Letter by letter, up to the last one; either field says that it was cut off."""
+    plain = {"messages": [{"role": "user", "content": " A\r\n"}, {"role": "assistant", "content": " B\r\n"}]}
+    said = [("system", "Be brief."), ("human", "A"), ("gpt", "B"), ("human", "C"), ("gpt", "D"), ("human", "no more")]
+    long = {"conversations": [{"from": role, "value": text} for role, text in said], "finish_reason": "length"}
+    first, second, third = conversations(tmp_path, plain, long, plain | {"truncated": True})
+    assert [message["content"] for message in first["messages"]] == ["A", " B\r\n"]
+    assert [message["content"] for message in second["messages"]] == [text for _, text in said[:-1]]
+    assert [message["role"] for message in second["messages"]] == ["system", *["user", "assistant"] * 2]
+    assert (first["category"], first["id"]) == ("conversations", "conversations:answered.jsonl:1")
+    assert [found["truncated"] for found in (first, second, third)] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -228,23 +185,6 @@ def test_records_without_an_answer_are_set_aside(tmp_path, turns, reason):
     messages = [{"role": role, "content": content} for role, content in turns]
     (reject,) = conversations(tmp_path, {"messages": messages})
     assert isinstance(reject, sources.Reject) and reject.reason == reason
-
-
-@pytest.mark.parametrize("read", [sources.jsonl, sources.conversations])
-def test_a_packed_file_is_the_same(tmp_path, read):
-    lines = [
-        {"messages": [{"role": "user", "content": f"Q{i}"}, {"role": "assistant", "content": "A"}]} for i in (1, 2)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    (tmp_path / "plain.jsonl").write_bytes(text)
-    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(text))
-    plain, packed = (list(read(tmp_path / name)) for name in ("plain.jsonl", "packed.jsonl.gz"))
-    assert len(plain) == 2 and [x["messages"] for x in plain] == [x["messages"] for x in packed]
-
-
-def test_plain_prompts_are_no_conversations(tmp_path):
-    (reject,) = conversations(tmp_path, {"prompt": "Hi"})
-    assert isinstance(reject, sources.Reject) and reject.reason == "no assistant message"
 
 
 def test_conversations_keep_reasoning_and_tools(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -54,14 +53,12 @@ def test_findings_are_spans_of_characters_in_their_texts(server):
 
 
 @pytest.mark.slow
-def test_a_request_holds_many_texts_and_never_more_than_the_service_takes(server):
+def test_a_request_holds_many_texts_and_never_more_than_the_service_takes(server, monkeypatch):
     texts = [f"{number}: 山田太郎 " + "字" * (7 * number % 2000) for number in range(300)]
     found = cloud_dlp.CloudDlp(settings(server)).inspect(texts)
     assert all(personal.replace(text, spans)[1] == {"PERSON_NAME": 1} for text, spans in zip(texts, found, strict=True))
     assert server.cells == texts and 2 <= len(server.asked) <= 3  # the server refuses more than 500,000 bytes
-
-
-def test_cells_of_a_request_are_limited(server, monkeypatch):
+    server.asked.clear()
     monkeypatch.setattr(cloud_dlp, "_REQUEST_CELLS", 3)
     assert cloud_dlp.CloudDlp(settings(server)).inspect(TEXTS * 2) == SPANS * 2
     assert list(map(len, server.asked)) == [3, 3, 2]
@@ -138,21 +135,6 @@ def test_credentials_are_the_user_s_by_name(server, monkeypatch):
     assert service.inspect(TEXTS) == SPANS and found.renewed == 2
 
 
-def test_missing_google_auth_is_named(server, monkeypatch):
-    load = builtins.__import__
-
-    def without(name: str, *more: Any) -> Any:
-        if name == "google.auth":
-            raise ImportError(name)
-        return load(name, *more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(
-        ValueError, match=r"got no google-auth, expected prepare.cloud_dlp.token_variable, or the extra"
-    ):
-        cloud_dlp.CloudDlp(settings(server, token_variable=None))
-
-
 def test_what_was_found_is_not_paid_for_again(server, tmp_path):
     path = tmp_path / "findings.jsonl"
     assert cloud_dlp.remembered(cloud_dlp.CloudDlp(settings(server)).inspect, path)(TEXTS) == SPANS
@@ -166,7 +148,3 @@ def test_a_signal_ends_the_waiting(monkeypatch):
     monkeypatch.setattr(command, "_asked", signal.SIGTERM)
     with pytest.raises(command.Stopped):
         cloud_dlp._pause(60.0)
-
-
-def test_cost():
-    assert cloud_dlp.cost(12_300_000_000) == "12,300.0 MB, 36.90 USD at 3.00 USD a GB"

@@ -1,10 +1,12 @@
 """The verb prepare: counts, files, resumption, and no personal data in anything it writes."""
 
+import functools
 import gzip
 import importlib.util
 import json
 import pathlib
 import unicodedata
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import chat
 from eagle3_jax.decoding import data_parallel
-from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.request import Output, Stats
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint import fetch
@@ -114,51 +116,25 @@ def test_conversations_come_in_with_their_answers(tmp_path):
     path = str(tmp_path / "in.jsonl")
     assert manifest.read(config.folder("prepare"), "prepare")["identity"]["inputs"] == {path: disk.digest(path)}
 
-    # A prompt has the side and the name that it has without the answer, so that no side sees the other's.
+    # A prompt has the side and the name that it has without the answer and among others: no side sees the other's.
     (tmp_path / "asked").mkdir()
-    asked = run_config(tmp_path / "asked", source | {"kind": "jsonl"}, held_out=0.3, max_chars=2000)
+    others = jsonl(tmp_path, *({"prompt": f"What is {a} times {a}?"} for a in range(20)), name="others.jsonl")
+    asked = run_config(tmp_path / "asked", others, source | {"kind": "jsonl"}, held_out=0.3, max_chars=2000)
     prepare.prepare(asked)
     for name in (prepare.TRAIN, prepare.HELD_OUT):
         ids = {prompt["id"] for prompt in read(asked, name)}
         assert {prompt["id"] for prompt in read(config, name)} <= ids
 
 
-def test_drop_personal_data(tmp_path):
-    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS), {"prompt": "Ask bob@example.org"})
-    config = run_config(tmp_path, source, personal_data="drop")
+def test_personal_data_may_be_dropped_and_sources_limited(tmp_path):
+    source = jsonl(tmp_path, {"prompt": "Ask bob@example.org"}, *({"prompt": question} for question in QUESTIONS))
+    config = run_config(tmp_path, {"kind": "packaged", "limit": 30}, source | {"limit": 8}, personal_data="drop")
     prepare.prepare(config)
+    assert results(config)["sources"] == {"packaged": 30, "jsonl:in.jsonl": 8}
     assert results(config)["rejected"] == {"personal data": 1}
     assert results(config)["personal_data"] == {"EMAIL_ADDRESS": 1}
     assert read(config, prepare.REJECTS)[0]["text"] == "Ask <EMAIL_ADDRESS>"
-
-
-def test_several_sources_limits_and_categories(tmp_path):
-    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
-    config = run_config(tmp_path, {"kind": "packaged", "limit": 30}, source | {"limit": 7})
-    prepare.prepare(config)
-    assert results(config)["sources"] == {"packaged": 30, "jsonl:in.jsonl": 7}
-    assert {prompt["category"] for prompt in prompts(config)} == {
-        "chat",
-        "code",
-        "long_context",
-        "math",
-        "multilingual",
-        "mine",
-    }
-
-
-def test_a_prompt_keeps_its_side_and_id_when_others_are_added(tmp_path):
-    few, many = tmp_path / "few", tmp_path / "many"
-    few.mkdir()
-    many.mkdir()
-    questions = [{"prompt": question} for question in QUESTIONS]
-    small = run_config(few, jsonl(few, *questions[:12]), held_out=0.4)
-    large = run_config(many, jsonl(many, *reversed(questions)), held_out=0.4)
-    prepare.prepare(small)
-    prepare.prepare(large)
-    for name in (prepare.TRAIN, prepare.HELD_OUT):
-        ids = {prompt["id"] for prompt in read(small, name)}
-        assert ids and ids <= {prompt["id"] for prompt in read(large, name)}
+    assert len({prompt["category"] for prompt in prompts(config)}) == 6
 
 
 def test_finished_work_is_left_alone_and_other_work_refused(tmp_path, capsys):
@@ -177,23 +153,13 @@ def test_finished_work_is_left_alone_and_other_work_refused(tmp_path, capsys):
         prepare.prepare(config)
 
 
-def test_clear_errors(tmp_path, capsys):
+def test_clear_errors(tmp_path):
     config = run_config(tmp_path, {"kind": "jsonl", "path": str(tmp_path / "none.jsonl")})
     with pytest.raises(ValueError, match=r"prepare.sources: path: got '.*none.jsonl' \(No such file"):
         prepare.prepare(config)
     config = run_config(tmp_path, jsonl(tmp_path, {"prompt": "Only one?"}, "{"))
     with pytest.raises(ValueError, match="got 1 usable prompts, expected at least 2"):
         prepare.prepare(config)
-
-
-def test_command_line(tmp_path):
-    file = tmp_path / "run.yaml"
-    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
-    file.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "prepare": {"sources": [source]}}))
-    prepare.main(["--config", str(file), "--prepare.held_out", "0.5"])
-    assert len((tmp_path / "run/prompts/held_out.jsonl").read_text().splitlines()) > 3
-    with pytest.raises(SystemExit, match="was made from something else"):
-        prepare.main(["--config", str(file), "--prepare.held_out", "0.25"])
 
 
 def test_only_a_source_of_tfds_needs_its_package(tmp_path, monkeypatch):
@@ -212,157 +178,121 @@ def test_only_a_source_of_tfds_needs_its_package(tmp_path, monkeypatch):
 
 
 class FakeEngine(Engine):
-    """Stands for the engine: text depends on the seed, every fourth is cut off; it can be made to die."""
+    """Stands for the engine: `reply` says text and end for a place in a chunk, a prompt, and its sampling."""
+
+    chunks, dies_at = 0, None
+    rows: list[int]  # of the mesh, of each run
+    asked: list[list[int]]
+    reply: Callable[[int, list[int], SamplingParams], tuple[str, str]]
 
     def __init__(self) -> None:
         pass
 
-    chunks = 0
-    dies_at: int | None = None
-    never_ends = False
-
     @classmethod
     def load(cls, *_: Any, batch_size: int, max_length: int) -> "FakeEngine":  # pyrefly: ignore
-        assert (batch_size, max_length) == (2, 3 + 128)
+        assert batch_size == 2
         return cls()
 
     def converse(self, asked: Any, on_output: Any) -> None:
         if self.chunks == self.dies_at:
             raise KeyboardInterrupt
         type(self).chunks += 1
-        names, prompts, params = zip(*asked, strict=True)
-        assert prompts == ([1, 2, 3],) * len(params) and len({one.seed for one in params}) == len(params) <= 8
-        for row, (name, one) in enumerate(zip(names, params, strict=True)):
-            reason = "length" if row % 4 == 3 or self.never_ends else "stop"
-            text = f"Tell me about the {one.seed} of bob{row}@example.org, at {one.temperature} and {one.max_tokens}."
+        for place, (name, prompt, one) in enumerate(asked):
+            self.asked.append(prompt)
+            text, reason = type(self).reply(place, prompt, one)
             on_output(name, Output([], text, reason, Stats(1, [])))
+
+
+def ids(messages: Sequence[dict[str, str]], end: str) -> list[int]:
+    return list(map(ord, "".join(f"{message['role']}:{message['content']};" for message in messages) + end))
 
 
 @pytest.fixture
 def engine(monkeypatch):
-    fake = type("Fresh", (FakeEngine,), {})
+    fake = type("Fresh", (FakeEngine,), {"rows": [], "asked": []})
+
+    def targets(target, replica):
+        fake.rows.append(len(replica.rows))
+        return [target] * len(replica.rows)
+
     monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", fake)
     monkeypatch.setattr(fetch, "load_target", lambda *_: None)
-    monkeypatch.setattr(data_parallel, "targets", lambda target, _: [target])
-    monkeypatch.setattr(fetch, "load_tokenizer", lambda name: "tokenizer of " + name)
-    monkeypatch.setattr(chat, "user_opening_ids", lambda tokenizer, messages, opening: [1, 2, 3])
+    monkeypatch.setattr(fetch, "load_tokenizer", lambda name: None)
+    monkeypatch.setattr(data_parallel, "targets", targets)
+    monkeypatch.setattr(chat, "user_opening_ids", lambda _, said, opening="": ids(said, f"user:{opening}"))
+    monkeypatch.setattr(chat_template, "prompt_ids", lambda _, said: ids(said, "assistant:"))
     monkeypatch.setattr(self_prompting, "_CHUNK", 4)
     return fake
 
 
-def test_self_prompting(tmp_path, engine):
-    config = run_config(tmp_path, {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
-    prepare.prepare(config)
-    assert engine.chunks == 4  # 8, 8, 8 and 2 tries, of which 6, 6, 6 and 2 end
-    found = results(config)
-    assert found["rejected"] == {"the target did not end its prompt": 6}
-    assert found["sources"]["self"] == 26
-    assert found["personal_data"]["EMAIL_ADDRESS"] == 20
-    assert {prompt["category"] for prompt in prompts(config)} == {"self"}
-    assert sorted(path.name for path in config.folder("prepare").iterdir()) == [
-        "held_out.jsonl",
-        "manifest.json",
-        "rejects.jsonl",
-        "train.jsonl",
-    ]
-    assert manifest.read(config.folder("prepare"), "prepare")["identity"]["target"]["name"] == "smollm2-135m-instruct"
-
-
-def test_self_prompting_goes_on_where_it_was_killed(tmp_path, engine):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    whole = run_config(tmp_path / "a", {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
-    prepare.prepare(whole)
-    engine.chunks = 0
-
-    config = run_config(tmp_path / "b", {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
-    engine.dies_at = 2
-    with pytest.raises(KeyboardInterrupt):
+def test_self_prompting_goes_on_where_it_was_killed_and_ends_even_if_the_target_does_not(tmp_path, engine):
+    def run(name: str) -> RunConfig:
+        source = {"kind": "self", "count": 20}
+        values = {"run_dir": str(tmp_path / name), "mesh": {"data": 1}}
+        config = run_file.from_dict(values | {"prepare": {"sources": [source], "batch_size": 2, "near_duplicate": 1.0}})
         prepare.prepare(config)
-    log = config.folder("prepare") / "self_0.jsonl"
-    with log.open("a") as stream:
+        return config
+
+    def reply(place: int, _: list[int], one: SamplingParams, never_ends: bool = False) -> tuple[str, str]:
+        """Every fourth is cut off."""
+        text = f"Tell me about the {one.seed} of bob{place}@example.org, at {one.temperature} and {one.max_tokens}."
+        return text, "length" if place % 4 == 3 or never_ends else "stop"
+
+    engine.reply = reply
+    whole = run("whole")
+    assert engine.chunks == 4  # 8, 8, 8 and 2 tries, of which 6, 6, 6 and 2 end
+    found = results(whole)
+    assert found["rejected"] == {"the target did not end its prompt": 6}
+    assert found["sources"]["self"] == 26 and found["personal_data"]["EMAIL_ADDRESS"] == 20
+    assert {prompt["category"] for prompt in prompts(whole)} == {"self"}
+    names = {"held_out.jsonl", "manifest.json", "rejects.jsonl", "train.jsonl"}
+    assert {path.name for path in whole.folder("prepare").iterdir()} == names
+    assert manifest.read(whole.folder("prepare"), "prepare")["identity"]["target"]["name"] == "smollm2-135m-instruct"
+
+    engine.chunks, engine.dies_at = 0, 2
+    with pytest.raises(KeyboardInterrupt):
+        run("killed")
+    with (tmp_path / "killed/prompts/self_0.jsonl").open("a") as stream:
         stream.write('[["a torn li')
     engine.dies_at = None
-    prepare.prepare(config)
+    killed = run("killed")
     assert engine.chunks == 4
     for name in (prepare.TRAIN, prepare.HELD_OUT, prepare.REJECTS):
-        assert (config.folder("prepare") / name).read_bytes() == (whole.folder("prepare") / name).read_bytes()
+        assert (killed.folder("prepare") / name).read_bytes() == (whole.folder("prepare") / name).read_bytes()
+
+    engine.chunks, engine.reply = 0, functools.partial(reply, never_ends=True)
+    with pytest.raises(ValueError, match="got 0 usable prompts"):
+        run("endless")
+    assert engine.chunks == 10  # 80 tries for 20 prompts
 
 
-def test_self_prompting_ends_even_if_the_target_does_not(tmp_path, engine):
-    engine.never_ends = True
-    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
-    config = run_config(tmp_path, source, {"kind": "self", "count": 4}, batch_size=2)
-    prepare.prepare(config)
-    assert engine.chunks == 4
-    assert results(config)["rejected"] == {"the target did not end its prompt": 16}
+def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_path, engine):
+    def reply(_: int, prompt: list[int], one: SamplingParams) -> tuple[str, str]:
+        """A prompt that begins with "Cut", and a third one, never ends."""
+        text = "".join(map(chr, prompt))
+        return f" {len(text)}/{one.seed}", "length" if "Cut" in text or text.count("user:") > 2 else "stop"
 
-
-class Talker(Engine):
-    """Stands for the engine: notes what it is asked; a prompt that begins with "Cut", and a third one, never ends."""
-
-    asked: list[str]
-
-    def __init__(self) -> None:
-        pass
-
-    @classmethod
-    def load(cls, *_: Any, batch_size: int, max_length: int) -> "Talker":  # pyrefly: ignore
-        cls.asked = []
-        return cls()
-
-    def converse(self, asked: Any, on_output: Any) -> None:
-        for name, prompt, one in asked:
-            row = "".join(map(chr, prompt))
-            self.asked.append(row)
-            reason = "length" if "Cut" in row or row.count("user:") > 2 else "stop"
-            on_output(name, Output([], f" {len(row)}/{one.seed}", reason, Stats(1, [])))
-
-
-def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_path, monkeypatch):
-    monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", Talker)
-    monkeypatch.setattr(fetch, "load_target", lambda *_: None)
-    monkeypatch.setattr(fetch, "load_tokenizer", lambda name: None)
-    loaded = []
-
-    def targets(target, replica):
-        loaded.append(len(replica.rows))
-        return [target] * len(replica.rows)
-
-    monkeypatch.setattr(data_parallel, "targets", targets)
-
-    def ids(messages, end):
-        return list(map(ord, "".join(f"{message['role']}:{message['content']};" for message in messages) + end))
-
-    monkeypatch.setattr(chat, "user_opening_ids", lambda _, said, opening="": ids(said, f"user:{opening}"))
-    monkeypatch.setattr(chat_template, "prompt_ids", lambda _, said: ids(said, "assistant:"))
+    engine.reply = reply
     source = {"kind": "self", "count": 4, "turns": 3, "openings": ["Write code", "Cut"], "category": "code"}
     config = run_config(tmp_path, source | {"system": "Be brief."}, batch_size=2, near_duplicate=1.0)
     prepare.prepare(config)
     kept = prompts(config)
     assert results(config)["rejected"] == {"the target did not end its prompt": len(kept)}
     assert len(kept) == 4 and {prompt["category"] for prompt in kept} == {"code"}
+    asked = ["".join(map(chr, prompt)) for prompt in engine.asked]
     for prompt in kept:
         system, first, second = prompt["messages"]  # the third turn is cut off: the conversation ends with the second
         assert (system["role"], system["content"]) == ("system", "Be brief.")
         assert first["role"] == second["role"] == "user"
         assert first["content"].startswith("Write code 32/")
         question = f"system:Be brief.;user:{first['content']};"
-        assert question + "assistant:" in Talker.asked
-        assert any(row.startswith(f"{question}assistant: ") and row.endswith(";user:") for row in Talker.asked)
+        assert question + "assistant:" in asked
+        assert any(row.startswith(f"{question}assistant: ") and row.endswith(";user:") for row in asked)
         assert second["content"].endswith("/" + first["content"].rpartition("/")[2]), "one seed, one conversation"
     values = run_file.to_dict(config) | {"run_dir": str(tmp_path / "rows"), "mesh": {"data": 3}}
     prepare.prepare(run_file.from_dict(values))  # an engine for each row of the mesh
-    assert loaded == [1, 3]
+    assert engine.rows == [1, 3]
     assert prompts(run_file.from_dict(values)) == kept
-
-
-def test_prompts_that_all_begin_alike_are_split_behind_their_beginning(tmp_path):
-    instruction = "Translate the sentence that follows from English into French, and say nothing else: "
-    source = jsonl(tmp_path, *({"prompt": instruction + question} for question in QUESTIONS))
-    config = run_config(tmp_path, source, held_out=0.3, near_duplicate=1.0)
-    prepare.prepare(config)
-    assert 2 <= results(config)["prompts"]["held_out"] <= 12
 
 
 def test_where_a_prompt_comes_from_goes_with_it(tmp_path):
@@ -383,17 +313,6 @@ def test_where_a_prompt_comes_from_goes_with_it(tmp_path):
     }
     assert results(config)["characters"]["mine"] == {"32": 21, "4": 1}
     assert sum(sum(counts.values()) for counts in results(config)["characters"].values()) == 25
-
-
-def test_every_category_is_held_out(tmp_path):
-    few = jsonl(
-        tmp_path, *({"prompt": f"{name}?", "category": "few"} for name in ("one", "two", "three")), name="few.jsonl"
-    )
-    many = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
-    config = run_config(tmp_path, many, few, held_out=0.01)
-    prepare.prepare(config)
-    for name in ("train", "held_out"):
-        assert set(results(config)["categories"][name]) == {"mine", "few"}
 
 
 def test_benchmarks_are_compared_as_prompts_are_read(tmp_path):
