@@ -31,11 +31,8 @@ HELD = 2
 def plan_rows(lengths: np.ndarray, row_length: int, seed: int, epoch: int) -> list[list[int]]:
     """Packs every record into rows of at most `row_length` tokens: best fit over a seeded shuffle.
 
-    Args:
-        lengths: tokens of each record; a record longer than `row_length` is truncated and fills a row.
-
-    Returns:
-        The records of each row, rows in shuffled order; a pure function of the arguments.
+    A longer record is truncated and fills a row. Returns the records of each row, rows in shuffled order; a pure
+    function of the arguments.
     """
     rng = np.random.default_rng((seed, epoch))
     rows: list[list[int]] = []
@@ -62,8 +59,7 @@ class PackedRows:
     some (see `features.encode_record`). Without states, `argmax` and the others are absent.
 
     Attributes:
-        tokens: tokens in all rows, without padding.
-        padding: share of padding in all rows.
+        tokens: in all rows, without padding. padding: its share in all rows.
     """
 
     def __init__(
@@ -90,7 +86,7 @@ class PackedRows:
         self.plan: list[list[int]] = []
         for epoch in range(math.ceil(epochs)):
             if max_rows is not None and len(self.plan) >= max_rows:
-                break
+                break  # packing takes a while
             rows = plan_rows(source.lengths, row_length, seed, epoch)
             self.plan += rows[: math.ceil(len(rows) * min(1.0, epochs - epoch))]
         self.plan = self.plan[:max_rows]
@@ -120,11 +116,7 @@ class PackedRows:
         return layout.views(bytearray(layout.nbytes), 0)
 
     def lay_out(self, arrays: Row, numbers: Sequence[int]) -> list[Read]:
-        """Writes segments, positions and padding of rows; returns the reads that complete them.
-
-        Args:
-            numbers: the rows' numbers; -1 is an empty one.
-        """
+        """Writes segments, positions and padding of rows; returns the reads that complete them. Row -1 is empty."""
         reads = []
         for place, number in enumerate(numbers):
             start = 0
@@ -143,9 +135,6 @@ class PackedRows:
         for read in self.lay_out(arrays, [index.__index__()]):
             fill(self.source, arrays, read)
         return {name: array[0] for name, array in arrays.items()}
-
-    def __repr__(self) -> str:
-        return f"PackedRows({self.source!r}, row_length={self.row_length}, rows={len(self)})"
 
 
 def batches(

@@ -12,12 +12,12 @@ import math
 import mmap
 import multiprocessing.connection
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, SupportsIndex, runtime_checkable
 
@@ -57,11 +57,7 @@ class Read(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The arrays of a batch, one behind the other in memory.
-
-    Attributes:
-        fields: name -> (shape, dtype).
-    """
+    """The arrays of a batch, one behind the other in memory. `fields`: name -> (shape, dtype)."""
 
     fields: Mapping[str, tuple[tuple[int, ...], str]]
 
@@ -99,8 +95,7 @@ class Readers:
     """Buffers of batches, and the workers that read records into them.
 
     Args:
-        buffers: the number of batches in memory.
-        workers: processes; 0 reads by threads of this process.
+        buffers: the number of batches in memory. workers: processes; 0 reads by threads of this one.
 
     Attributes:
         views: the arrays of each buffer.
@@ -108,129 +103,91 @@ class Readers:
 
     def __init__(self, source: RecordSource, layout: Layout, buffers: int, workers: int) -> None:
         self._source, self._file = source, _shared_file(buffers * layout.nbytes)
-        memory = mmap.mmap(self._file, buffers * layout.nbytes)
-        self.views = [layout.views(memory, number) for number in range(buffers)]
-        job = _Job(source, layout, buffers, self._file)
-        self._workers = [_Process(job) for _ in range(workers)] or [_Threads(source, self.views)]
+        self.views = _views(self._file, layout, buffers)
+        self._processes = [_Process((source, layout, buffers, self._file)) for _ in range(workers)]
+        self._fills = [process.fill for process in self._processes] or [self._fill]
+        self._pools = [concurrent.futures.ThreadPoolExecutor(_THREADS, "eagle3_jax reads") for _ in self._fills]
 
     def read(self, buffer: int, reads: Sequence[Read]) -> list[concurrent.futures.Future[None]]:
         """Begins to read records into a buffer; the futures end once all are read, or with the error."""
-        parts: list[list[Read]] = [[] for _ in self._workers]
-        for read in reads:
-            parts[self._source.shard(read.record) % len(parts)].append(read)
+        workers = [self._source.shard(read.record) % len(self._pools) for read in reads]
         return [
-            future
-            for worker, part in zip(self._workers, parts, strict=True)
-            if part
-            for future in worker.read(buffer, part)
+            self._pools[worker].submit(self._fills[worker], buffer, read)
+            for worker, read in zip(workers, reads, strict=True)
         ]
 
+    def _fill(self, buffer: int, read: Read) -> None:
+        fill(self._source, self.views[buffer], read)
+
     def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
+        for process in self._processes:
+            process.kill()
+        for pool in self._pools:
+            pool.shutdown(wait=True, cancel_futures=True)
         os.close(self._file)
 
 
-class _Threads:
-    """Reads in this process."""
-
-    def __init__(self, source: RecordSource, views: Sequence[Mapping[str, np.ndarray]]) -> None:
-        self._source, self._views = source, views
-        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "eagle3_jax reads")
-
-    def read(self, buffer: int, reads: Sequence[Read]) -> list[concurrent.futures.Future[None]]:
-        return [self._pool.submit(fill, self._source, self._views[buffer], read) for read in reads]
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """The first message to a worker process."""
-
-    source: RecordSource
-    layout: Layout
-    buffers: int
-    file: int
+_Job = tuple[RecordSource, Layout, int, int]  # what a process is told first: with the number of buffers, and their file
 
 
 class _Process:
-    """Reads in a process of its own."""
+    """Reads in a process of its own, which has a connection for each thread that asks it."""
 
     def __init__(self, job: _Job) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+        pairs = [socket.socketpair() for _ in range(_THREADS)]
+        theirs = [their.fileno() for _, their in pairs]
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            command, env=os.environ | paths, pass_fds=(theirs.fileno(), job.file), stdin=subprocess.DEVNULL
+            [sys.executable, "-m", __name__, *map(str, theirs)],
+            env=os.environ | paths,
+            pass_fds=(*theirs, job[-1]),
+            stdin=subprocess.DEVNULL,
         )
-        theirs.close()
-        self._connection = multiprocessing.connection.Connection(ours.detach())
-        self._connection.send(job)
-        self._waiting: dict[int, concurrent.futures.Future[None]] = {}
-        self._ended, self._asked = False, 0
-        self._lock = threading.Lock()
-        threading.Thread(target=self._listen, name="eagle3_jax reads", daemon=True).start()
+        connections = [multiprocessing.connection.Connection(ours.detach()) for ours, _ in pairs]
+        for _, their in pairs:
+            their.close()
+        connections[0].send(job)
+        self._free: queue.SimpleQueue[multiprocessing.connection.Connection] = queue.SimpleQueue()
+        for connection in connections:
+            self._free.put(connection)
 
-    def read(self, buffer: int, reads: Sequence[Read]) -> list[concurrent.futures.Future[None]]:
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        with self._lock:
-            self._asked += 1
-            self._waiting[self._asked] = future
-            if self._ended:
-                future.set_exception(self._gone())
-                return [future]
+    def fill(self, buffer: int, read: Read) -> None:
+        connection = self._free.get()
         try:
-            self._connection.send((self._asked, buffer, [tuple(read) for read in reads]))
-        except OSError:  # `_listen` finds the end too
-            pass
-        return [future]
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                number, error = self._connection.recv()
-                with self._lock:
-                    future = self._waiting.pop(number)
-                if error is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(error)
+            connection.send((buffer, tuple(read)))
+            error = connection.recv()
         except (EOFError, OSError):
-            with self._lock:
-                self._ended = True
-                left, self._waiting = list(self._waiting.values()), {}
-            for future in left:
-                future.set_exception(self._gone())
+            status = self._process.wait()
+            raise OSError(f"features: a reading process ended with status {status}, expected it to work") from None
+        finally:
+            self._free.put(connection)
+        if error is not None:
+            raise error
 
-    def _gone(self) -> OSError:
-        return OSError(f"features: a reading process ended with status {self._process.wait()}, expected it to work")
-
-    def close(self) -> None:
+    def kill(self) -> None:
         self._process.kill()  # it holds no state
         self._process.wait()
 
 
-def _serve(connection: multiprocessing.connection.Connection) -> None:
-    """Runs a worker process, until the other end is closed."""
+def _serve(connections: Sequence[multiprocessing.connection.Connection]) -> None:
+    """Runs a worker process, until the other ends are closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a group; the first one decides
         signal.signal(number, signal.SIG_IGN)
-    job: _Job = connection.recv()
-    memory = mmap.mmap(job.file, job.buffers * job.layout.nbytes)
-    threads = _Threads(job.source, [job.layout.views(memory, number) for number in range(job.buffers)])
-    lock = threading.Lock()
+    source, layout, buffers, file = connections[0].recv()
+    views = _views(file, layout, buffers)
 
-    def answer(number: int, running: list[concurrent.futures.Future[None]]) -> None:
-        done = concurrent.futures.wait(running).done
-        error = next((failed for future in done if (failed := future.exception()) is not None), None)
-        with lock:
-            connection.send((number, error))
-
-    with concurrent.futures.ThreadPoolExecutor() as answers:
+    def answer(connection: multiprocessing.connection.Connection) -> None:
         while True:
-            number, buffer, reads = connection.recv()
-            answers.submit(answer, number, threads.read(buffer, [Read(*read) for read in reads]))
+            buffer, read = connection.recv()
+            try:
+                fill(source, views[buffer], Read(*read))
+                connection.send(None)
+            except Exception as error:
+                connection.send(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(connections)) as threads:
+        for connection in connections:
+            threads.submit(answer, connection)
 
 
 def _shared_file(size: int) -> int:
@@ -244,10 +201,12 @@ def _shared_file(size: int) -> int:
     return file
 
 
+def _views(file: int, layout: Layout, buffers: int) -> list[dict[str, np.ndarray]]:
+    memory = mmap.mmap(file, buffers * layout.nbytes)
+    return [layout.views(memory, number) for number in range(buffers)]
+
+
 if __name__ == "__main__":
     from eagle3_jax.data import readers  # its classes are pickled under this name
 
-    try:
-        readers._serve(multiprocessing.connection.Connection(int(sys.argv[1])))
-    except EOFError:
-        os._exit(0)
+    readers._serve([multiprocessing.connection.Connection(int(file)) for file in sys.argv[1:]])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slow_source import CountedSource, SlowSource, read_log
 from test_features import make_fp8_record, make_record
 
-from eagle3_jax.data import features, loader
+from eagle3_jax.data import features
 from eagle3_jax.data.loader import PackedRows, batches, plan_rows
 from eagle3_jax.data.readers import Layout, Read, Readers
 
@@ -93,60 +93,28 @@ def test_a_row_holds_its_records_one_behind_the_other():
     assert (rows.tokens, rows.padding) == (7, pytest.approx(0.3))
 
 
-def test_long_records_are_truncated():
-    rows = PackedRows(source(25), 10, multiple=1)
-    np.testing.assert_array_equal(rows[0]["token_ids"], np.arange(10))
-    assert (len(rows), rows.tokens, rows.padding) == (1, 10, 0)
-
-
 def test_epochs_may_end_within_a_pass_and_batches_are_filled():
     whole = PackedRows(source(*[10] * 8), 10, multiple=1, epochs=2.0)
     assert len(whole) == 16
     assert [r for row in whole.plan[:8] for r in row] != [r for row in whole.plan[8:] for r in row]
     assert len(PackedRows(source(*[10] * 8), 10, multiple=1, epochs=1.5)) == 12
     assert len(PackedRows(source(*[10] * 8), 10, multiple=1, epochs=5.0, max_rows=7)) == 7
-    filled = PackedRows(source(*[10] * 8), 10, multiple=3)
-    assert len(filled) == 9
+    filled = PackedRows(source(*[10] * 7, 25), 10, multiple=3)  # a longer record is truncated
+    assert (len(filled), filled.tokens, filled.padding) == (9, 80, pytest.approx(1 / 9))
     assert not filled[8]["segment_ids"].any()
-
-
-def test_epochs_behind_the_last_row_are_not_packed(monkeypatch):
-    packed = []
-
-    def plan(lengths, row_length, seed, epoch):
-        packed.append(epoch)
-        return plan_rows(lengths, row_length, seed, epoch)
-
-    whole = PackedRows(source(8, 8, 8), 8, multiple=2, epochs=30)
-    monkeypatch.setattr(loader, "plan_rows", plan)
-    rows = PackedRows(source(8, 8, 8), 8, multiple=2, epochs=30, max_rows=4)
-    assert rows.plan == whole.plan[:4] and packed == [0, 1]
-
-
-def test_batches_depend_on_their_number_alone():
-    rows = PackedRows(source(*range(3, 30)), 32, multiple=2)
-    whole = copies(batches(rows, 2, own=lambda _: [0, 1]))
-    assert len(whole) == len(rows) // 2
-    assert not copies(batches(rows, 2, own=lambda _: [0, 1], start=len(whole)))
-    for one, other in zip(whole[2:], batches(rows, 2, own=lambda _: [0, 1], start=2), strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
-
-
-@pytest.mark.parametrize("own", [[0, 1], [2], [1, 3], [0, 1, 2, 3]])
-def test_a_process_reads_its_own_rows_of_every_batch(own):
-    rows = PackedRows(source(*range(3, 30)), 32, multiple=4)
-    whole = copies(batches(rows, 4, own=lambda _: [0, 1, 2, 3]))
-    for number, (part, batch) in enumerate(zip(batches(rows, 4, lambda _: own), whole, strict=True)):
-        for name in batch:
-            np.testing.assert_array_equal(part[name], batch[name][own])
-            np.testing.assert_array_equal(batch[name][2], rows[4 * number + 2][name])
-
-
-def test_no_records_are_refused():
     with pytest.raises(ValueError, match="features: got no records"):
         PackedRows(source(), 8, multiple=1)
+
+
+def test_batches_depend_on_their_number_alone_and_a_process_reads_its_own_rows():
+    rows = PackedRows(source(*range(3, 30)), 32, multiple=4)
+    total = len(rows) // 4
+    assert not copies(batches(rows, 4, lambda _: range(4), start=total))
+    for own, start in (([0, 1, 2, 3], 0), ([1, 3], 0), ([0, 1], 2)):
+        parts = batches(rows, 4, own=lambda _, own=own: own, start=start)
+        for number, part in zip(range(start, total), parts, strict=True):
+            for name in part:
+                np.testing.assert_array_equal(part[name], [rows[4 * number + row][name] for row in own])
 
 
 @pytest.fixture
@@ -183,7 +151,7 @@ def test_a_batch_stays_while_two_more_are_asked_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_slow_store_keeps_up_with_the_step(workers):
     """50 milliseconds a read, and a quarter more bytes a second than the steps take."""
     step, steps, size = 0.2, 20, 8
@@ -215,10 +183,8 @@ def test_what_a_worker_cannot_read_is_said_here(folder):
         copies(batches(rows, 4, lambda _: range(4), workers=2))
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_records_of_two_forms_are_refused_by_name(tmp_path, first):
-    forms = [make_record(5), make_fp8_record(5)]
-    features.write_shard(features.shard_path(tmp_path, 0, 1), [forms[first], forms[1 - first]])
+def test_records_of_two_forms_are_refused_by_name(tmp_path):
+    features.write_shard(features.shard_path(tmp_path, 0, 1), [make_record(5), make_fp8_record(5)])
     rows = PackedRows(features.FeatureSource(tmp_path), 10, multiple=1)
     with pytest.raises(ValueError, match=r"00000-of-00001.array_record\[1\]: .*: got .*, expected .* as in the first"):
         copies(batches(rows, 1, lambda _: [0]))
@@ -229,7 +195,7 @@ def test_a_worker_that_dies_ends_the_reading(folder):
     readers = Readers(features.FeatureSource(folder), layout, 1, 1)
     (future,) = readers.read(0, [Read(0, 0, 0, 4)])
     future.result()
-    worker: Any = readers._workers[0]
+    worker: Any = readers._processes[0]
     os.kill(worker._process.pid, signal.SIGKILL)
     for _ in range(2):  # the one that is asked then, and any later one
         (future,) = readers.read(0, [Read(0, 0, 0, 4)])
