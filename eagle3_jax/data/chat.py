@@ -25,10 +25,7 @@ THOUGHTS_END = "</think>"
 def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, Any]] = (), opening: str = "") -> list[int]:
     """Returns the ids that the template puts before the user's next content, a default system prompt included.
 
-    A target that continues these ids writes a prompt (self-prompting).
-
-    Args:
-        messages: the turns before. opening: the first words of the content.
+    A target that continues these ids writes a prompt (self-prompting). `opening`: the first words of the content.
     """
     turn = {"role": "user", "content": opening + _SENTINEL}
     text = render(tokenizer, [*messages, turn], generation_prompt=False)
@@ -75,7 +72,7 @@ def encode(
         for start, end in spans.values():
             mask[len(tokenize(tokenizer, full[:start])) : len(tokenize(tokenizer, full[:end]))] = 1
     if not mask.any() or mask.all():
-        share = "all" if len(mask) and mask.all() else "none"
+        share = "all" if mask.any() else "none"
         raise ValueError(f"loss mask: got {share} of {len(mask)} tokens as the assistant's, expected some but not all")
     return np.asarray(ids, np.int32), mask
 

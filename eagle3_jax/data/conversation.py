@@ -38,9 +38,8 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
     """Tokenises one line of a conversations file.
 
     Args:
-        line: JSON with "id", "messages", "truncated" (the last answer was cut off), and "answer_ids": the token ids of
-            each answer, or None if only its text is known. "tools": those that the target might call, if any.
-            "category", "source" and "license" where they are known.
+        line: JSON, see `regenerate.dialogue.Dialogue.conversation`: "answer_ids" is None where only text is known;
+            "tools", "category", "source" and "license" may be missing.
         max_length: sequences are cut to this many tokens; those then without an answer are dropped.
 
     Returns:
@@ -76,13 +75,10 @@ def _sampled(
 
     A later turn's prompt is rendered from the earlier answers' text, as at sampling. If that yields the drawn ids
     again, both turns are one sequence with each answer in the mask. If not (another tokenisation of the same text,
-    thoughts that the template drops), the sequence ends. The later turn then begins a new one, with its history outside
-    the mask.
+    thoughts that the template drops), the later turn begins a new sequence, with its history outside the mask.
     """
-    ids: list[int] = []
-    mask: list[int] = []
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    for index, answer in zip(turns, answers, strict=True):
+    ids, mask = list[int](), list[int]()
+    for index, answer in zip(_turns(messages), answers, strict=True):
         prompt = prompt_ids(tokenizer, messages[:index], tools)
         if prompt[: len(ids)] != ids:
             yield ids, mask
@@ -104,12 +100,11 @@ def _tokenised(
     A truncated answer loses the end-of-turn token that the chat template appends: the target did not choose it, so it
     must not be learned.
     """
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = _turns(messages)
     answers = [messages[index] for index in turns]
     if not any(answer.get("reasoning_content") or chat.THOUGHTS_END in answer["content"] for answer in answers):
         turns = [len(messages) - 1]  # one rendering holds all
-    ids: list[int] = []
-    mask: list[int] = []
+    ids, mask = list[int](), list[int]()
     for index in turns:
         whole = messages if index == turns[-1] else messages[: index + 1]
         next_ids, next_mask = (x.tolist() for x in chat.encode(tokenizer, whole, tools))
@@ -117,7 +112,7 @@ def _tokenised(
             mask = mask + next_mask[len(mask) :]
         else:
             yield ids, mask
-            begins = _last_run(next_mask)
+            begins = int(np.flatnonzero(np.diff(np.asarray([0, *next_mask])) == 1)[-1])  # the last answer
             mask = [0] * begins + next_mask[begins:]
         end = len(next_mask) if index == turns[-1] else max(np.flatnonzero(next_mask)) + 1
         ids, mask = next_ids[:end], mask[:end]
@@ -130,6 +125,5 @@ def _tokenised(
     yield ids, mask
 
 
-def _last_run(mask: Sequence[int]) -> int:
-    """Returns the index at which the last stretch of ones begins."""
-    return int(np.flatnonzero(np.diff(np.asarray([0, *mask])) == 1)[-1])
+def _turns(messages: chat.Messages) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, SupportsIndex
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (names of dtypes)
 import numpy as np
 import safetensors.numpy
 from jaxtyping import Int32
@@ -35,7 +35,7 @@ Record = dict[str, np.ndarray]
 _SUFFIX = ".array_record"
 # Share of a process's open files that shards may take, since they stay open.
 _OPEN_SHARE = 0.5
-_SHARD = re.compile(r"(\d{5})-of-(\d{5})\.array_record")
+_SHARD = re.compile(r"\d{5}-of-(\d{5})\.array_record")
 States = Literal["fp8", "bfloat16", "none"]
 # Field -> (safetensors' name of its dtype, dimensions).
 _TOKENS = {"token_ids": ("I32", 1), "loss_mask": ("U8", 1)}
@@ -46,32 +46,14 @@ _FIELDS: dict[States, dict[str, tuple[str, int]]] = {
     "bfloat16": _TOKENS | {name: ("BF16", 2) for name in _STATES} | {"argmax": ("I32", 1)},
     "fp8": _TOKENS | {name: ("F8_E4M3", 2) for name in _STATES} | _SCALES | {"argmax": ("I32", 1)},
 }
-_DTYPES = {
-    "I32": np.dtype(np.int32),
-    "U8": np.dtype(np.uint8),
-    "F32": np.dtype(np.float32),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-}
+_NAMES = {"I32": "int32", "U8": "uint8", "F32": "float32", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
+_DTYPES = {code: np.dtype(name) for code, name in _NAMES.items()}
 
 
 def token_bytes(aux_layers: int, hidden_size: int, states: States) -> int:
     """Returns the bytes of one token in a shard."""
-    widths = {
-        "aux": aux_layers * hidden_size,
-        "last_hidden": hidden_size,
-        "aux_scale": aux_layers,
-        "last_hidden_scale": 1,
-    }
+    widths = {"aux": aux_layers * hidden_size, "last_hidden": hidden_size, "aux_scale": aux_layers}
     return sum(_DTYPES[code].itemsize * widths.get(name, 1) for name, (code, _) in _FIELDS[states].items())
-
-
-def _form(names: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Returns the fields of a record that has some of these names."""
-    names = set(names)
-    if names & _SCALES.keys():
-        return _FIELDS["fp8"]
-    return _FIELDS["none" if names.isdisjoint(_FIELDS["bfloat16"].keys() - _TOKENS.keys()) else "bfloat16"]
 
 
 class FeatureError(ValueError):
@@ -92,8 +74,7 @@ def encode_record(record: Record) -> bytes:
     Raises:
         FeatureError: missing or surplus fields, wrong dtypes, lengths that do not agree, or a scale that is none.
     """
-    if problems := _problems(record):
-        raise FeatureError("feature record:\n  " + "\n  ".join(problems))
+    _check(record)
     return safetensors.numpy.save({name: np.ascontiguousarray(x) for name, x in record.items()})
 
 
@@ -103,11 +84,9 @@ def decode_record(data: bytes) -> Record:
         start = 8 + int.from_bytes(data[:8], "little")
         parts = json.loads(data[8:start]).items()
         record = {name: _array(data, start, part) for name, part in parts if name != "__metadata__"}
-        problems = _problems(record)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FeatureError(f"feature record: {error}") from error
-    if problems:
-        raise FeatureError("feature record:\n  " + "\n  ".join(problems))
+    _check(record)
     return record
 
 
@@ -128,12 +107,8 @@ def shard_path(folder: str | disk.Path, index: int, shards: int) -> disk.Path:
 def write_shard(path: str | disk.Path, records: Iterable[Record], notes: Any = None) -> None:
     """Writes a shard and its sidecar atomically.
 
-    Args:
-        notes: any JSON value, for `read_notes`; a dict may be filled while `records` is consumed.
-
-    Raises:
-        FeatureError: an invalid record; nothing is left behind.
-        OSError: the disk is full, or the write fails for another reason.
+    `notes`: any JSON value, for `read_notes`; a dict may be filled while `records` is consumed. Raises FeatureError: an
+    invalid record, nothing is left behind; OSError: the disk is full, or the write fails for another reason.
     """
     path = disk.path_of(path)
     lengths, checksums = [], []
@@ -151,7 +126,8 @@ def write_shard(path: str | disk.Path, records: Iterable[Record], notes: Any = N
             with _disk_errors(path):
                 writer.close()
         size = temporary.stat().st_size
-    disk.write_sealed(_sidecar(path), {"bytes": size, "lengths": lengths, "checksums": checksums, "notes": notes})
+    about = {"bytes": size, "lengths": lengths, "checksums": checksums, "notes": notes}
+    disk.write_sealed(path.with_suffix(".json"), about)
 
 
 @contextlib.contextmanager
@@ -166,7 +142,7 @@ def _disk_errors(path: disk.Path) -> Iterator[None]:
 def is_complete(path: str | disk.Path) -> bool:
     """Tells whether `write_shard` finished this shard and its size is unchanged."""
     path = disk.path_of(path)
-    return _sidecar(path).exists() and path.exists() and disk.size(path) == _read_sidecar(path)["bytes"]
+    return path.with_suffix(".json").exists() and path.exists() and disk.size(path) == _read_sidecar(path)["bytes"]
 
 
 def read_notes(path: str | disk.Path) -> Any:
@@ -216,10 +192,9 @@ class FeatureSource:
             (data,) = opened.read([at - self._start(shard)])
             if zlib.crc32(data) != self._checksums[at]:
                 raise FeatureError("another checksum than its sidecar's")
-            record = decode_record(data)
+            return decode_record(data)
         except (RuntimeError, IndexError, FeatureError) as error:
             raise FeatureError(f"{path}, record {at}: unreadable ({error}); remove it and extract again") from error
-        return record
 
     def shard(self, index: int) -> int:
         """Returns the number of a record's shard."""
@@ -244,9 +219,6 @@ class FeatureSource:
         self.__dict__ |= state
         self._prepare()
 
-    def __repr__(self) -> str:
-        return f"FeatureSource({str(self.folder)!r}, records={len(self)})"
-
 
 def _open(path: disk.Path) -> Any:
     if disk.is_remote(path):
@@ -254,12 +226,8 @@ def _open(path: disk.Path) -> Any:
     return array_record.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
 
 
-def _sidecar(path: disk.Path) -> disk.Path:
-    return path.with_suffix(".json")
-
-
 def _read_sidecar(path: disk.Path) -> dict[str, Any]:
-    sidecar = _sidecar(path)
+    sidecar = path.with_suffix(".json")
     try:
         return disk.read_sealed(sidecar)
     except FileNotFoundError as error:
@@ -270,8 +238,7 @@ def _read_sidecar(path: disk.Path) -> dict[str, Any]:
 
 def _checked_sidecar(path: disk.Path) -> dict[str, Any]:
     sidecar = _read_sidecar(path)
-    size = disk.size(path)
-    if size != sidecar["bytes"]:
+    if (size := disk.size(path)) != sidecar["bytes"]:
         raise FeatureError(f"{path}: got {size} bytes, expected {sidecar['bytes']}; remove it and extract again")
     return sidecar
 
@@ -279,46 +246,36 @@ def _checked_sidecar(path: disk.Path) -> dict[str, Any]:
 def _shards(folder: disk.Path) -> list[disk.Path]:
     """Lists all shards in order. Raises FeatureError if they are not one complete set."""
     paths = sorted(folder.glob(f"*{_SUFFIX}"))
-    found = []
-    for path in paths:
-        match = _SHARD.fullmatch(path.name)
-        if match is None:
-            raise FeatureError(f"{path}: got a foreign name, expected NNNNN-of-NNNNN{_SUFFIX}")
-        found.append((int(match[1]), int(match[2])))
-    if not found:
+    if not paths:
         raise FeatureError(f"{folder}: no {_SUFFIX} files, expected the output of `python -m eagle3_jax.extract`")
-    shards = found[0][1]
-    missing = [shard_path(folder, i, shards).name for i in range(shards) if (i, shards) not in found]
-    if missing or len(found) != shards:
-        raise FeatureError(f"{folder}: got {len(found)} shards, expected {shards}; missing: {', '.join(missing)}")
+    match = _SHARD.fullmatch(paths[0].name)
+    shards = int(match[1]) if match else 0
+    found, expected = {path.name for path in paths}, {shard_path(folder, i, shards).name for i in range(shards)}
+    if found != expected:
+        missing, foreign = (", ".join(sorted(names)) or "none" for names in (expected - found, found - expected))
+        counts = f"got {len(found)} shards, expected {shards}"
+        raise FeatureError(f"{folder}: {counts}; missing: {missing}; foreign: {foreign}")
     return paths
 
 
-def _problems(record: Record) -> list[str]:
-    fields = _form(record)
+def _check(record: Record) -> None:
+    """Raises FeatureError: fields that no record has together, or scales that no encoder writes."""
+    states = record.keys() - _TOKENS.keys()
+    fields = _FIELDS["fp8" if states & _SCALES.keys() else "bfloat16" if states & _FIELDS["fp8"].keys() else "none"]
     problems = [f"{name}: missing" for name in fields if name not in record]
     problems += [f"{name}: not a field" for name in record if name not in fields]
     length = len(record["token_ids"]) if "token_ids" in record else None
-    for name, (code, dimensions) in fields.items():
-        if name not in record:
-            continue
-        array, dtype = record[name], _DTYPES[code]
-        if array.dtype != dtype or array.ndim != dimensions or (length is not None and len(array) != length):
-            shape = "[L]" if dimensions == 1 else "[L, width]"
-            problems.append(
-                f"{name}: got {array.dtype} {list(array.shape)}, expected {dtype} {shape} with L = {length}"
-            )
-    return problems or _scale_problems(record)
-
-
-def _scale_problems(record: Record) -> list[str]:
-    """Lists scales that no encoder writes."""
-    problems = []
-    for name in _SCALES.keys() & record.keys():
-        states, width = record[name].shape[1], record[name.removesuffix("_scale")].shape[1]
-        if not states or width % states:
-            problems.append(f"{name}: got {states} scales a token, expected a divisor of the width {width}")
+    for name in fields.keys() & record.keys():
+        array, (code, dimensions) = record[name], fields[name]
+        if array.dtype != _DTYPES[code] or array.ndim != dimensions or (length is not None and len(array) != length):
+            expected = f"{_NAMES[code]} {'[L]' if dimensions == 1 else '[L, width]'} with L = {length}"
+            problems.append(f"{name}: got {array.dtype} {list(array.shape)}, expected {expected}")
+    for name in () if problems else _SCALES.keys() & record.keys():
+        count, width = record[name].shape[1], record[name.removesuffix("_scale")].shape[1]
+        if not count or width % count:
+            problems.append(f"{name}: got {count} scales a token, expected a divisor of the width {width}")
         bad = np.flatnonzero(~(np.isfinite(record[name]) & (record[name] > 0)).all(1))
         if len(bad):
             problems.append(f"{name}: got {record[name][bad[0]]} at token {bad[0]}, expected finite numbers above 0")
-    return problems
+    if problems:
+        raise FeatureError("feature record:\n  " + "\n  ".join(problems))

@@ -65,10 +65,8 @@ class Feed:
     def place(self, part: Row, number: int) -> dict[str, jax.Array]:
         """Puts a batch on the devices, rows over the data axis, or their pieces.
 
-        Args:
-            part: [rows, T, ...] of each field, the rows of `rows(number)` in order. The arrays may be overwritten once
-                the next batch was placed.
-            number: the batch's.
+        `part`: [rows, T, ...] of each field, the rows of `rows(number)` in order. The arrays may be overwritten once
+        the next batch was placed.
         """
         before, self._sent = self._sent, {name: self._send(x) for name, x in part.items()}
         jax.block_until_ready(before)
@@ -111,8 +109,7 @@ def _gather(
 ) -> dict[str, jax.Array]:
     """Gathers the rows of a batch from the slots of all processes.
 
-    Args:
-        order: for each row of a mesh row its slot among all; None where they lie in order.
+    `order`: for each row of a mesh row its slot among all; None where they lie in order.
     """
 
     def whole(x: jax.Array) -> jax.Array:

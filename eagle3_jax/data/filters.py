@@ -44,7 +44,7 @@ def excerpt(text: str) -> str:
     """Returns the beginning of a rejected text, without personal data."""
     # Redaction comes before the cut, since half an address is still personal. JSON's escapes are undone first: they
     # hide the start of a word ("\\n555-...") or its characters ("\\u0040").
-    text = _ESCAPE.sub(_unescape, text[: 10 * _EXCERPT])
+    text = _ESCAPE.sub(lambda x: chr(int(x[1], 16)) if x[1] else " " if x[2] else x[3], text[: 10 * _EXCERPT])
     text = text.encode("utf-8", errors="replace").decode("utf-8")
     return personal.redact(text)[0][:_EXCERPT]
 
@@ -60,13 +60,12 @@ def asked(messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> Messages:
 
 def content(messages: Messages) -> str:
     """Joins the texts of all messages: reasoning and arguments of tool calls too."""
-    return "\n".join(text for message in messages for text in _said(message))
-
-
-def _said(message: dict[str, Any]) -> list[str]:
-    calls = message.get("tool_calls")
-    more = [message.get("reasoning_content"), calls and json.dumps(calls, ensure_ascii=False)]
-    return [message["content"], *(text for text in more if text)]
+    texts: list[str] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        more = message.get("reasoning_content"), calls and json.dumps(calls, ensure_ascii=False)
+        texts += [message["content"], *filter(None, more)]
+    return "\n".join(texts)
 
 
 def questions(messages: Messages) -> tuple[str, str]:
@@ -93,15 +92,12 @@ def refuse(messages: Messages, max_chars: int, tools: Sequence[dict[str, Any]] =
 
 def redact(messages: Messages, redact_text: personal.Redact) -> tuple[Messages, collections.Counter[str]]:
     """Removes personal data. Returns the messages, and the count of each kind."""
-    redacted: Messages = []
-    found: collections.Counter[str] = collections.Counter()
+    redacted, found = [], collections.Counter[str]()
     for message in messages:
-        changed = dict(message)
-        for field in ("content", "reasoning_content", "tool_calls"):
-            if field in message:
-                changed[field], kinds = redact_json(message[field], redact_text)
-                found += kinds
-        redacted.append(changed)
+        texts = {name: message[name] for name in ("content", "reasoning_content", "tool_calls") if name in message}
+        changed, kinds = redact_json(texts, redact_text)
+        found += kinds
+        redacted.append(message | changed)
     return redacted, found
 
 
@@ -109,62 +105,43 @@ def redact_json(value: Any, redact_text: personal.Redact) -> tuple[Any, collecti
     """Redacts every string in a JSON value; keys stay."""
     if isinstance(value, str):
         return redact_text(value)
-    found: collections.Counter[str] = collections.Counter()
     if not isinstance(value, dict | list):
-        return value, found
-    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    changed = []
-    for _, item in items:
-        text, kinds = redact_json(item, redact_text)
-        changed.append(text)
-        found += kinds
+        return value, collections.Counter()
+    parts = [redact_json(item, redact_text) for item in (value.values() if isinstance(value, dict) else value)]
+    changed = [part for part, _ in parts]
+    found = sum((kinds for _, kinds in parts), collections.Counter())
     return (dict(zip(value, changed, strict=True)) if isinstance(value, dict) else changed), found
 
 
 class Benchmarks:
     """Decontamination: keeps benchmark questions out of training, by runs of eight words in any text of their records.
 
-    Attributes:
-        reasons: the reason that `check` returns, for each file.
-
-    Raises:
-        ValueError: a file that cannot be read, or a line that is not JSON.
+    `reasons`: what `check` returns, for each file. Raises ValueError: a file that cannot be read, or a line that is no
+    JSON.
     """
 
-    _WORDS = 8
-
     def __init__(self, paths: Sequence[str]) -> None:
-        self._names: dict[bytes, str] = {}
-        self.reasons = tuple(self._reason(pathlib.Path(path).name) for path in paths)
-        for path in map(disk.path_of, paths):
+        self._reasons: dict[bytes, str] = {}  # of each run of words
+        self.reasons = tuple(f"eight words in a row of the benchmark {pathlib.Path(path).name}" for path in paths)
+        for path, reason in zip(map(disk.path_of, paths), self.reasons, strict=True):
             try:
                 for _, line in lines.read(path):
                     for text in _texts(json.loads(line)):
-                        for run in shingles(normalise(text), self._WORDS):
-                            self._names.setdefault(run, path.name)
+                        for run in shingles(normalise(text), 8):
+                            self._reasons.setdefault(run, reason)
             except (OSError, ValueError) as error:
                 raise ValueError(f"prepare.benchmarks: got {str(path)!r} ({error}), expected a JSONL file") from error
 
     def check(self, messages: Messages) -> str | None:
         """Returns the reason to drop these messages, or None. They must not be redacted, as benchmarks are not."""
-        runs = (run for message in messages for run in shingles(message["content"], self._WORDS))
-        found = next((self._names[run] for run in runs if run in self._names), None)
-        return None if found is None else self._reason(found)
-
-    @staticmethod
-    def _reason(name: str) -> str:
-        return f"eight words in a row of the benchmark {name}"
+        runs = (run for message in messages for run in shingles(message["content"], 8))
+        return next((self._reasons[run] for run in runs if run in self._reasons), None)
 
 
 def opening_hash(messages: Messages) -> str:
     """Hashes the user's first words, so that several questions on one passage share a hash; sha256 in hex."""
     words = questions(messages)[1].casefold().split()[:_OPENING_WORDS]
     return hashlib.sha256(" ".join(words).encode("utf-8")).hexdigest()
-
-
-def _unescape(match: re.Match[str]) -> str:
-    code_point, white_space, other = match.groups()
-    return chr(int(code_point, 16)) if code_point else " " if white_space else other
 
 
 def _texts(record: Any) -> Iterator[str]:

@@ -34,34 +34,19 @@ Redact = Callable[[str], tuple[str, collections.Counter[str]]]
 
 
 def redact(text: str) -> tuple[str, collections.Counter[str]]:
-    """Replaces personal data by its kind, such as "<EMAIL_ADDRESS>".
-
-    Returns:
-        The redacted text, and the count of each kind (never the data).
-    """
-    found: collections.Counter[str] = collections.Counter()
-    recognisers = []
-    if "@" in text:
-        recognisers += _recognisers()["at"]
-    if _DIGIT_OR_COLON.search(text):
-        recognisers += _recognisers()["digit"]
-    if _SEVEN_DIGITS.search(text):
-        recognisers += _recognisers()["phone"]
-    for recogniser in recognisers:
+    """Replaces personal data by its kind, such as "<EMAIL_ADDRESS>". Returns the text, and the count of each kind."""
+    asked = {"at": "@" in text, "digit": _DIGIT_OR_COLON.search(text), "phone": _SEVEN_DIGITS.search(text)}
+    found = collections.Counter[str]()
+    for recogniser in [each for kind in asked if asked[kind] for each in _recognisers()[kind]]:
         spans = recogniser.analyze(text, recogniser.supported_entities, None)
-        text, kinds = replace(
-            text, ((span.start, span.end, span.entity_type) for span in spans if span.score >= _MIN_SCORE)
-        )
+        likely = [(span.start, span.end, span.entity_type) for span in spans if span.score >= _MIN_SCORE]
+        text, kinds = replace(text, likely)
         found += kinds
     return text, found
 
 
 def replace(text: str, spans: Iterable[Span]) -> tuple[str, collections.Counter[str]]:
-    """Replaces spans by their kinds. Those that overlap become one, of the longest's kind.
-
-    Returns:
-        The redacted text, and the count of each kind.
-    """
+    """Replaces spans by their kinds, as `redact` does. Those that overlap become one, of the longest's kind."""
     merged: list[Span] = []
     for start, end, kind in sorted(spans):
         if merged and start < merged[-1][1]:

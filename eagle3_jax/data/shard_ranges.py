@@ -20,14 +20,10 @@ _SIMPLE, _UNCOMPRESSED = ord("r"), 0
 
 
 class RangedShard:
-    """A shard whose records are read one by one.
+    """A shard whose records are read one by one, from a file of `size` bytes.
 
-    Args:
-        read: returns the bytes from one position of the file to another.
-        size: bytes of the file.
-
-    Raises:
-        RuntimeError: not such a file; at `read`, not such a record.
+    `read` returns the bytes from one position of the file to another. Raises RuntimeError: not such a file; at `read`,
+    not such a record.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:

@@ -22,11 +22,7 @@ class Split:
     """Chooses the held-out prompts by hash, so that a prompt keeps its side when others are added.
 
     Prompts that begin alike stay together; where all do, they are split by what follows. If hashing puts a small set on
-    one side, its lowest hash is held out, or its highest is for training.
-
-    Attributes:
-        bounds: of all prompts.
-        held_out: average share of held-out prompts.
+    one side, its lowest hash is held out, or its highest is for training. `held_out`: the average share.
 
     Raises:
         ValueError: fewer than two different prompts.
@@ -46,14 +42,12 @@ class Split:
         digest, (lowest, highest) = opening, self.bounds[:2]
         if lowest == highest:  # one instruction begins all prompts
             digest, (lowest, highest) = content, self.bounds[2:]
-        if not self._is_low(lowest):
+        is_low, lowest_is, highest_is = (
+            int(hash[:16], 16) / 2**64 < self.held_out for hash in (digest, lowest, highest)
+        )
+        if not lowest_is:
             return digest == lowest
-        if self._is_low(highest):
-            return digest != highest
-        return self._is_low(digest)
-
-    def _is_low(self, digest: str) -> bool:
-        return int(digest[:16], 16) / 2**64 < self.held_out
+        return digest != highest if highest_is else is_low
 
 
 def by_category(prompts: Iterable[tuple[str, str, str]]) -> dict[str, Bounds]:
@@ -64,17 +58,13 @@ def by_category(prompts: Iterable[tuple[str, str, str]]) -> dict[str, Bounds]:
 def joined(found: Iterable[Mapping[str, Bounds]]) -> dict[str, Bounds]:
     """Returns the bounds of each category of all prompts from those of their parts."""
     whole: dict[str, Bounds] = {}
-    for part in found:
-        for category, own in part.items():
-            whole[category] = widest((whole.get(category, own), own)) or own
+    for category, own in (item for part in found for item in part.items()):
+        whole[category] = widest((whole.get(category, own), own)) or own
     return whole
 
 
 class StratifiedSplit:
-    """Splits each category, so that each with two different prompts or more is on both sides.
-
-    Args:
-        bounds: of each category. held_out: average share of held-out prompts.
+    """Splits each category, given its bounds, so that each with two different prompts or more is on both sides.
 
     Raises:
         ValueError: fewer than two different prompts.

@@ -30,11 +30,6 @@ LLAMA3 = (
     "<|start_header|>{{ message['role'] }}<|end_header|>\n\n{{ message['content'] | trim }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header|>assistant<|end_header|>\n\n{% endif %}"
 )
-LLAMA3_DATED = (
-    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    "<|bos|><|start_header|>system<|end_header|>\n\nToday: {{ date_string }} {{ strftime_now('%Y') }}<|eot|>"
-    + LLAMA3.replace("{% if loop.first %}<|bos|>{% endif %}", "")
-)
 LLAMA2 = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<s>[INST] {{ message['content'] | trim }} [/INST]"
     "{% elif message['role'] == 'assistant' %} {{ message['content'] | trim }} </s>"
@@ -56,23 +51,13 @@ TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>"),
     "chatml_marked": (CHATML_MARKED, "<|im_end|>"),
     "llama3": (LLAMA3, "<|eot|>"),
-    "llama3_dated": (LLAMA3_DATED, "<|eot|>"),
     "llama2": (LLAMA2, " </s>"),
     "thinking": (THINKING, "<|im_end|>"),
     "plain": (PLAIN, ""),
     "no_generation_prompt": (CHATML.split("{% if add_generation_prompt %}")[0], "<|im_end|>"),
 }
-SPECIAL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|bos|>",
-    "<|start_header|>",
-    "<|end_header|>",
-    "<|eot|>",
-    "<s>",
-    "</s>",
-    "<|end|>",
-]
+SPECIAL = [f"<|{name}|>" for name in ("im_start", "im_end", "bos", "start_header", "end_header", "eot", "end")]
+SPECIAL += ["<s>", "</s>"]
 TEXTS = [
     "Why is the sky blue?",
     "The sky is blue.\n\nIt  scatters light.",
@@ -114,28 +99,18 @@ def metaspace() -> transformers.PreTrainedTokenizerFast:
 
 
 class Slow:
-    """A tokenizer without offsets, one id per byte, special tokens whole."""
+    """A tokenizer without offsets."""
 
     is_fast = False
-    name_or_path = "slow"
 
     def __init__(self, fast: transformers.PreTrainedTokenizerFast) -> None:
         self._fast = fast
-        self.all_special_tokens, self.all_special_ids = SPECIAL, fast.convert_tokens_to_ids(SPECIAL)
-        self.added_tokens_decoder = fast.added_tokens_decoder
 
-    @property
-    def chat_template(self) -> object:
-        return self._fast.chat_template
-
-    def get_chat_template(self) -> object:
-        return self._fast.get_chat_template()
-
-    def apply_chat_template(self, *args: object, **kwargs: object) -> object:
-        return self._fast.apply_chat_template(*args, **kwargs)  # pyrefly: ignore
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fast, name)
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": self._fast(text, add_special_tokens=False)["input_ids"]}
+        return {"input_ids": self._fast(text, add_special_tokens=add_special_tokens)["input_ids"]}
 
 
 TOKENIZERS = {"byte_level": byte_level(), "metaspace": metaspace()}
@@ -153,19 +128,16 @@ def said(tokenizer, ids, mask) -> list[str]:
     return [tokenizer.decode(ids[a:b], skip_special_tokens=False) for a, b in edges.reshape(-1, 2)]
 
 
-@pytest.mark.parametrize("messages", [SINGLE, MULTI], ids=["single", "multi"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_marks_exactly_what_the_assistant_says(name, messages):
+def test_marks_exactly_what_the_assistant_says(name):
     template, ending = TEMPLATES[name]
     tokenizer = tokenizer_with(template)
-    ids, mask = chat.encode(tokenizer, messages)
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    ids, mask = chat.encode(tokenizer, MULTI)
+    answers = [message["content"] for message in MULTI if message["role"] == "assistant"]
     lead = " " if name == "llama2" else ""
     found = said(tokenizer, ids, mask)
     assert [text.removeprefix(lead) for text in found] == [answer + ending for answer in answers]
-    if name != "llama3_dated":
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
+    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.apply_chat_template(MULTI, tokenize=False)
     assert (ids.dtype, mask.dtype, set(mask.tolist())) == (np.int32, np.uint8, {0, 1})
 
 
@@ -212,34 +184,6 @@ def test_any_text(texts, name):
     assert said(tokenizer, ids, mask) == answers
 
 
-def test_prompt_is_the_beginning_of_the_conversation():
-    for name in ("chatml", "llama3", "llama2", "plain"):
-        tokenizer = tokenizer_with(TEMPLATES[name][0])
-        ids, mask = chat.encode(tokenizer, MULTI)
-        for turn in (1, 3):
-            prompt = chat_template.prompt_ids(tokenizer, MULTI[:turn])
-            assert ids[: len(prompt)].tolist() == prompt
-            assert mask[len(prompt)] == 1 and mask[len(prompt) - 1] == 0
-
-
-def test_thoughts_that_the_template_drops():
-    tokenizer = tokenizer_with(THINKING)
-    messages = [
-        {"role": "user", "content": "Why?"},
-        {"role": "assistant", "content": "<think>hm</think>Light."},
-        {"role": "user", "content": "Sure?"},
-        {"role": "assistant", "content": "<think>yes</think>Sure."},
-    ]
-    ids, mask = chat.encode(tokenizer, messages)
-    assert said(tokenizer, ids, mask) == ["Light.<|im_end|>", "<think>yes</think>Sure.<|im_end|>"]
-
-
-def test_the_date_is_fixed():
-    tokenizer = tokenizer_with(LLAMA3_DATED)
-    text = tokenizer.decode(chat_template.prompt_ids(tokenizer, SINGLE[:1]), skip_special_tokens=False)
-    assert "Today: 26 Jul 2024 2024" in text
-
-
 @pytest.mark.parametrize(
     ("name", "opening"),
     [
@@ -254,18 +198,8 @@ def test_user_opening(name, opening):
     assert tokenizer.decode(ids, skip_special_tokens=False) == opening
     begun = chat.user_opening_ids(tokenizer, opening="Write code")
     assert tokenizer.decode(begun, skip_special_tokens=False) == opening + "Write code"
-
-
-def test_the_opening_of_a_later_turn():
-    tokenizer = tokenizer_with(CHATML)
-    before = chat_template.render(tokenizer, SINGLE, generation_prompt=False)
-    ids = chat.user_opening_ids(tokenizer, SINGLE)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == before + "<|im_start|>user\n"
-
-
-def test_a_tokenizer_without_a_template_is_refused():
-    with pytest.raises(ValueError, match="got no chat_template, expected one"):
-        chat_template.prompt_ids(tokenizer_with(""), SINGLE)
+    later = tokenizer.decode(chat.user_opening_ids(tokenizer, SINGLE), skip_special_tokens=False)
+    assert later.startswith(chat_template.render(tokenizer, SINGLE, generation_prompt=False))
 
 
 def test_errors():
@@ -280,17 +214,7 @@ def test_errors():
         chat_template.prompt_ids(tokenizer_with(LLAMA2), [{"role": "system", "content": "x"}, *SINGLE[:1]])
     with pytest.raises(ValueError, match="rewrites assistant turn 1"):
         chat.encode(tokenizer_with(CHATML.replace("message['content'] }}", "message['content'] | upper }}")), SINGLE)
+    with pytest.raises(ValueError, match="got no chat_template, expected one"):
+        chat_template.prompt_ids(tokenizer_with(""), SINGLE)
     with pytest.raises(ValueError, match="got no user content"):
         chat.user_opening_ids(tokenizer_with("hello"))
-
-
-@pytest.mark.slow
-def test_real_template():
-    from eagle3_jax.models.checkpoint import fetch
-
-    tokenizer = fetch.load_tokenizer("smollm2-135m-instruct")
-    ids, mask = chat.encode(tokenizer, MULTI)
-    assert said(tokenizer, ids, mask) == [TEXTS[1] + "<|im_end|>", TEXTS[3] + "<|im_end|>"]
-    assert ids.tolist() == tokenizer.apply_chat_template(MULTI, return_dict=False)
-    opening = tokenizer.decode(chat.user_opening_ids(tokenizer))
-    assert opening.startswith("<|im_start|>system\n") and opening.endswith("<|im_start|>user\n")

@@ -1,6 +1,7 @@
 """Training sequences: sampled ids exactly as they were drawn, text with the marks of its template."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,18 +48,14 @@ def prompt(*turns: str, tokenizer: object = TOKENIZER) -> list[int]:
 
 
 def test_an_answer_is_trained_on_as_it_was_sampled():
-    """Also where its text would be tokenised otherwise, and where a special token in it has no text at all."""
-    for answer in ([*ids(" bird cloud"), END], [*letters(" bird cloud"), END], [*ids(" bird"), 1, *ids(" cloud"), END]):
-        text = TOKENIZER.decode(answer, skip_special_tokens=True)
-        assert read(line(["apple", str(text)], [answer])) == [("x", prompt("apple") + answer, answer)]
+    """Also where its text would be tokenised otherwise, has a special token without text, or was cut."""
+    whole = [*ids(" bird cloud"), END], [*letters(" bird cloud"), END], [*ids(" bird"), 1, *ids(" cloud"), END]
+    for answer in (*whole, letters(" bird cl")):
+        text, cut = TOKENIZER.decode(answer, skip_special_tokens=True), answer[-1] != END
+        assert read(line(["apple", str(text)], [answer], truncated=cut)) == [("x", prompt("apple") + answer, answer)]
     retokenised, _ = chat.encode(TOKENIZER, json.loads(line(["apple", " bird cloud"], None))["messages"])
     assert retokenised[: len(prompt("apple"))].tolist() == prompt("apple")
     assert letters(" bird cloud") != ids(" bird cloud")
-
-
-def test_an_answer_that_was_cut_off_ends_where_it_was_cut():
-    answer = letters(" bird cl")
-    assert read(line(["apple", " bird cl"], [answer], truncated=True)) == [("x", prompt("apple") + answer, answer)]
 
 
 def test_turns_whose_history_is_rendered_as_it_was_sampled_are_one_sequence():
@@ -104,71 +101,25 @@ def test_sequences_are_cut_and_left_out_where_no_answer_remains():
         read(text, start)
 
 
-def test_text_that_was_given_is_tokenised():
-    ((name, token_ids, counted),) = read(line(["apple", " bird"], None))
-    assert name == "x" and counted == [*ids(" bird"), END]
-    assert token_ids == [*prompt("apple"), *ids(" bird"), END, *ids("\n")]
-
-
-def test_given_text_that_was_cut_off_ends_where_the_target_stopped():
-    ((_, token_ids, counted),) = read(line(["apple", " bird"], None, truncated=True))
-    assert counted == ids(" bird") and token_ids == prompt("apple") + ids(" bird")
-
-
-def test_given_text_longer_than_max_length_is_cut_or_rejected():
-    text, start = line(["apple", " bird cloud"], None), len(prompt("apple"))
-    ((_, token_ids, counted),) = read(text, start + 1)
-    assert len(token_ids) == start + 1 and counted == ids(" bird")
-    with pytest.raises(Rejected, match=rf"no answer within extract\.max_length = {start} tokens"):
-        read(text, start)
-
-
-def test_a_conversation_without_an_answer_is_rejected():
+def test_given_text_is_tokenised_and_cut():
+    """Text that was cut off ends where the target stopped."""
+    start = prompt("apple")
+    assert read(line(["apple", " bird"], None)) == [
+        ("x", [*start, *ids(" bird"), END, *ids("\n")], [*ids(" bird"), END])
+    ]
+    assert read(line(["apple", " bird"], None, truncated=True)) == [("x", start + ids(" bird"), ids(" bird"))]
+    assert read(line(["apple", " bird cloud"], None), len(start) + 1) == [("x", start + ids(" bird"), ids(" bird"))]
     with pytest.raises(Rejected, match="got none of .* tokens as the assistant's"):
         read(line(["apple"], None))
 
 
-# As Qwen 3's: reasoning in the turns behind the last question alone, calls and their results in ChatML.
-QWEN3 = (
-    "{% set last = namespace(question=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
-    "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
-    "{% else %}{% if m.role == 'assistant' and m.reasoning_content and loop.index0 > last.question %}"
-    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}"
-    "<tool_call>\n{{ call | tojson }}\n</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CALL = {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-TALK = [
-    {"role": "user", "content": "2 + 3?"},
-    {"role": "assistant", "content": "", "reasoning_content": "a sum", "tool_calls": [CALL]},
-    {"role": "tool", "content": "5"},
-    {"role": "assistant", "content": "five", "reasoning_content": "it says 5"},
-    {"role": "user", "content": "Sure?"},
-    {"role": "assistant", "content": "yes", "reasoning_content": "checked"},
-]
-
-
-def test_reasoning_and_tool_calls_of_every_turn_are_in_the_mask():
-    """The template drops the reasoning of turns before the last question: those turns are a sequence of their own."""
-    tokenizer = tiny.make_byte_tokenizer(QWEN3, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
-    line = json.dumps({"id": "a", "messages": TALK, "truncated": False, "answer_ids": None})
-    sequences = read_conversation(line, tokenizer, 1000)
-    said = []
-    for sequence in sequences:
+def learned(line: str, tokenizer: Any) -> list[list[str]]:
+    """The text of each run of tokens in the mask, for each sequence."""
+    found = []
+    for sequence in read_conversation(line, tokenizer, 1000):
         edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.loss_mask, [0]]))).reshape(-1, 2)
-        said.append([tokenizer.decode(sequence.token_ids[start:end]) for start, end in edges])
-    call = json.dumps(CALL)
-    assert said == [
-        [
-            f"<think>\na sum\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>",
-            "<think>\nit says 5\n</think>\n\nfive<|im_end|>",
-        ],
-        ["<think>\nchecked\n</think>\n\nyes<|im_end|>"],
-    ]
-    assert [sequence.name for sequence in sequences] == ["a/0", "a/1"]
+        found.append([str(tokenizer.decode(sequence.token_ids[start:end])) for start, end in edges])
+    return found
 
 
 def _history(answer: str, opening: str) -> str:
@@ -224,23 +175,13 @@ def test_thoughts_in_a_content_are_learned_as_the_template_has_them(model):
     template, inside, apart = THINKERS[model]
     tokenizer = tiny.make_byte_tokenizer(template, eos_token="<E>", additional_special_tokens=["<U>", "<A>"])
 
-    def learned(*answers: dict[str, str]) -> list[list[str]]:
-        messages = [
-            turn
-            for question, answer in zip(["2 + 3?", "Sure?"], answers, strict=True)
-            for turn in ({"role": "user", "content": question}, {"role": "assistant"} | answer)
-        ]
+    contents = [{"content": "<think>\na sum\n</think>\n\nfive"}, {"content": "checked</think>yes"}]
+    fields = [{"reasoning_content": "a sum", "content": "five"}, {"reasoning_content": "checked", "content": "yes"}]
+    for answers, expected in ((contents, inside), (fields, apart)):
+        messages = [{"role": "user", "content": "2 + 3?"}, answers[0], {"role": "user", "content": "Sure?"}, answers[1]]
+        messages = [{"role": "assistant"} | message for message in messages]
         line = json.dumps({"id": "a", "messages": messages, "truncated": False, "answer_ids": None})
-        found = []
-        for sequence in read_conversation(line, tokenizer, 1000):
-            edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.loss_mask, [0]]))).reshape(-1, 2)
-            found.append([str(tokenizer.decode(sequence.token_ids[start:end])) for start, end in edges])
-        return found
-
-    contents = "<think>\na sum\n</think>\n\nfive", "checked</think>yes"
-    assert learned(*({"content": content} for content in contents)) == inside
-    fields = {"reasoning_content": "a sum", "content": "five"}, {"reasoning_content": "checked", "content": "yes"}
-    assert learned(*fields) == apart
+        assert learned(line, tokenizer) == expected
 
 
 def test_a_turn_without_a_token_in_the_mask_is_a_reject():

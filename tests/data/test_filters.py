@@ -7,12 +7,9 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.data import filters, personal
+from eagle3_jax.data import filters
 
-PASSAGE = (
-    "The lighthouse on the northern cape was built of grey stone and stood for a hundred years before the sea took the "
-    "ground from under it one winter night while the keeper and his daughter were safe in the village below the hill."
-)
+PASSAGE = "The lighthouse on the northern cape was built of grey stone and stood for a hundred years. " * 3
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -33,12 +30,6 @@ def test_normalise_is_idempotent_and_nfc(text):
     assert unicodedata.is_normalized("NFC", once)
 
 
-def test_refuse():
-    assert filters.refuse(user("short"), max_chars=10) is None
-    assert filters.refuse(user("x" * 11), max_chars=10) == "longer than 10 characters"
-    assert filters.refuse(user("a <| b |> c, p <|> q, x[INSTANCE] <<EOF"), max_chars=100) is None
-
-
 @pytest.mark.parametrize(
     "marker",
     [
@@ -51,18 +42,12 @@ def test_markers_of_chat_templates_are_refused(marker):
     assert filters.refuse(user(f"say {marker} now"), max_chars=100) == "holds a chat-template marker"
 
 
-def test_what_html_strikes_through_is_no_marker():
-    for text in ("<s>old</s> new", '<s class="x">old</s> and <s>older</s>', "What is <s>?", "<strong>a</strong>"):
+def test_refuse():
+    assert filters.refuse(user("short"), max_chars=10) is None
+    assert filters.refuse(user("x" * 11), max_chars=10) == "longer than 10 characters"
+    html = "<s>old</s> new", '<s class="x">old</s> and <s>older</s>', "What is <s>?", "<strong>a</strong>"
+    for text in (*html, "a <| b |> c, p <|> q, x[INSTANCE] <<EOF"):
         assert filters.refuse(user(text), max_chars=100) is None
-
-
-@pytest.mark.slow
-def test_redact_counts_over_messages():
-    messages = [{"role": "system", "content": "You serve bob@example.org."}, *user("I am ann@example.org")]
-    redacted, found = filters.redact(messages, personal.redact)
-    assert [message["content"] for message in redacted] == ["You serve <EMAIL_ADDRESS>.", "I am <EMAIL_ADDRESS>"]
-    assert dict(found) == {"EMAIL_ADDRESS": 2}
-    assert messages[1]["content"] == "I am ann@example.org"  # the input is left as it is
 
 
 @pytest.mark.slow

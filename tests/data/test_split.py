@@ -44,6 +44,9 @@ def test_share_and_minimum():
     for held_out in (0.001, 0.999):  # prompts that begin alike stay together there too
         first, second, third = sides([hashes[0], hashes[1], hashes[0]], held_out)
         assert first == third != second
+    alike = [(hashes[0], content) for content in hashes]  # where all begin alike, what follows decides
+    split = Split(bounds(alike), 0.1)
+    assert abs(sum(split.holds_out(*pair) for pair in alike) / 2000 - 0.1) < 0.02
 
 
 def test_every_category_is_on_both_sides():

@@ -14,7 +14,6 @@ import transformers
 
 from eagle3_jax.config import run_file
 from eagle3_jax.data import chat, features, sources
-from eagle3_jax.data.conversation import read_conversation
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.models import chat_template
 from eagle3_jax.prepare import __main__ as prepare
@@ -129,18 +128,6 @@ def test_masks_are_on_what_the_assistant_says(family: str, name: str) -> None:
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     for turn, (start, _) in zip(turns, edges, strict=True):
         assert ids[:start].tolist() == chat_template.prompt_ids(tokenizer, messages[:turn], TOOLS.get(name))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_thoughts_in_a_content_are_learned_under_every_template(family: str) -> None:
-    """Those of each turn, whether the template keeps them in the history or not."""
-    tokenizer, messages = tokenizer_of(family), CONVERSATIONS["thought"]
-    line = json.dumps({"id": "x", "messages": messages, "truncated": False, "answer_ids": None})
-    found = read_conversation(line, tokenizer, 4096)
-    said = "".join(str(tokenizer.decode(sequence.token_ids[sequence.loss_mask != 0])) for sequence in found)
-    for message in messages:
-        for part in message["content"].split("\n"):
-            assert (part in said) == (message["role"] == "assistant" or not part)
 
 
 @pytest.mark.slow

@@ -17,16 +17,7 @@ def test_draft_vocabulary_is_the_top_by_count_then_id(counts, data):
     size = data.draw(st.integers(1, len(counts)))
     chosen = vocab.choose_draft_vocabulary(counts, size)
     assert chosen.dtype == np.int32
-    assert len(chosen) == size
-    assert np.all(np.diff(chosen) > 0)
-    by_definition = sorted(range(len(counts)), key=lambda i: (-counts[i], i))[:size]
-    assert set(chosen.tolist()) == set(by_definition)
-    outside = np.setdiff1d(np.arange(len(counts)), chosen)
-    assert outside.size == 0 or counts[chosen].min() >= counts[outside].max()
-
-
-def test_too_few_distinct_tokens_are_filled_up_from_the_lowest_unused_id():
-    np.testing.assert_array_equal(vocab.choose_draft_vocabulary(np.array([0, 0, 5, 0, 0, 2]), 4), [0, 1, 2, 5])
+    assert chosen.tolist() == sorted(sorted(range(len(counts)), key=lambda i: (-counts[i], i))[:size])
 
 
 @pytest.mark.parametrize("size", [0, 7])
