@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,11 +21,11 @@ from typing import Any
 import tqdm
 
 from eagle3_jax.config import SPLITS, RunConfig, run_file
+from eagle3_jax.data import lines
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.regenerate import engines as engines_of
-from eagle3_jax.regenerate.answers import Answers
-from eagle3_jax.regenerate.dialogue import Answer, Counts, Dialogue
+from eagle3_jax.regenerate.dialogue import Answer, Answers, Counts, Dialogue
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 REJECTS = "rejects.jsonl"
@@ -67,7 +66,7 @@ def regenerate(config: RunConfig) -> None:
             elif open_ends and replica is not None:
                 rate = _ask_engines(config, target, replica, folder)
             processes.agree(lambda: _finish(config, target.tokenizer, folder, rate))
-        processes.agree(lambda: _remove_logs(folder))
+        processes.agree(lambda: list(map(disk.remove_log, _logs(folder))))
 
 
 def _given(prepared: dict[str, Any]) -> dict[str, str]:
@@ -88,11 +87,11 @@ def _ask_engines(config: RunConfig, target: Target, replica: Replica, folder: di
     """Has this process's engines answer the share of its replica. Returns all processes' tokens a second."""
     engines, prompts = engines_of.load(config.regenerate, target, replica), config.folder("prepare")
     leads = replica.leader == processes.index()  # the other processes of a replica say the same
-    with _answers(folder) as known:
+    with Answers(_logs(folder)) as known:
         processes.barrier()  # from here on logs grow
         share = itertools.islice(_dialogues(prompts), replica.index, None, replica.count)
         turns = (_turns(prompts) - len(known)) // replica.count
-        with _Stored(_log(folder, replica.index) if leads else None, turns) as stored:
+        with _Stored(folder, replica.index if leads else None, turns) as stored:
             engines_of.converse(engines, config.regenerate, share, known, config.seed, stored.add)
     rates = {"tokens_per_second": stored.rate()} if leads else {}
     return processes.total(rates)["tokens_per_second"]  # all is answered
@@ -104,13 +103,10 @@ async def _ask_servers(config: RunConfig, target: Target, folder: disk.Path) -> 
 
     prompts = config.folder("prepare")
     async with fleet.gathered(config.regenerate, target) as servers:
-        with (
-            _answers(folder) as known,
-            _Stored(
-                _log(folder, "servers"), _turns(prompts) - len(known), lambda: f", {servers.well} servers"
-            ) as stored,
-        ):
-            await servers.converse(_dialogues(prompts), known, config.seed, stored.add)
+        with Answers(_logs(folder)) as known:
+            left = _turns(prompts) - len(known)
+            with _Stored(folder, "servers", left, lambda: f", {servers.well} servers") as stored:
+                await servers.converse(_dialogues(prompts), known, config.seed, stored.add)
     return stored.rate()
 
 
@@ -120,17 +116,16 @@ def _turns(prompts: disk.Path) -> int:
 
 
 class _Stored:
-    """New answers on their way into a log; a context manager.
+    """New answers on their way into the log of `writer` (None: into none); a context manager.
 
-    Args:
-        log: None writes none.
-        turns: how many are to be answered.
-        more: what the progress says beside tokens a second.
+    `turns`: how many are to be answered. `more`: what the progress says beside tokens a second.
     """
 
-    def __init__(self, log: disk.Path | None, turns: int, more: Callable[[], str] = lambda: "") -> None:
-        self._log, self._more = None if log is None else disk.Log(log), more
-        self._progress = tqdm.tqdm(total=turns, unit=" answers", disable=log is None)
+    def __init__(
+        self, folder: disk.Path, writer: int | str | None, turns: int, more: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._log = None if writer is None else disk.Log(folder / f"answers.{writer}.jsonl.partial")
+        self._progress, self._more = tqdm.tqdm(total=turns, unit=" answers", disable=writer is None), more
         self._tokens, self._start = 0, time.monotonic()
 
     def __enter__(self) -> _Stored:
@@ -156,25 +151,18 @@ class _Stored:
 def _finish(config: RunConfig, tokenizer: Any, folder: disk.Path, rate: float) -> None:
     """All answers are in the logs: puts the conversations together, in the prompts' order."""
     results: dict[str, Any] = {}
-    with (
-        _answers(folder) as known,
-        disk.atomic(folder / REJECTS) as rejected,
-        rejected.open("w", encoding="utf-8") as rejects,
-    ):
+    with Answers(_logs(folder)) as known, lines.written(folder / REJECTS) as reject:
         for split in SPLITS:
             counts = Counts()
-            with (
-                disk.atomic(folder / f"{split}.jsonl") as temporary,
-                temporary.open("w", encoding="utf-8") as stream,
-            ):
+            with lines.written(folder / f"{split}.jsonl") as keep:
                 for dialogue in _dialogues(config.folder("prepare"), split):
                     if dialogue.next_prompt(known, tokenizer, config.regenerate) is not None:
                         raise ValueError(f"{folder}: got no answer to {dialogue.prompt['id']}, expected all of them")
                     counts.add(dialogue)
                     if dialogue.is_conversation:
-                        stream.write(json.dumps(dialogue.conversation(), ensure_ascii=False) + "\n")
+                        keep(dialogue.conversation())
                     else:
-                        rejects.write(json.dumps({"split": split} | dialogue.reject(), ensure_ascii=False) + "\n")
+                        reject({"split": split} | dialogue.reject())
             results[split] = counts.said()
     if not results["train"]["conversations"]:
         raise ValueError(f"{config.folder('prepare')}: none of the prompts was answered: {results['train']['dropped']}")
@@ -182,22 +170,9 @@ def _finish(config: RunConfig, tokenizer: Any, folder: disk.Path, rate: float) -
     manifest.finish(folder, files=files, **results, tokens_per_second=rate or None)
 
 
-def _log(folder: disk.Path, writer: int | str) -> disk.Path:
-    return folder / f"answers.{writer}.jsonl.partial"
-
-
 def _logs(folder: disk.Path) -> list[disk.Path]:
+    """Lists the logs of answers, of whatever run and writer."""
     return sorted(folder.glob("*.*.jsonl.partial"))
-
-
-def _answers(folder: disk.Path) -> Answers:
-    """All answers that are in the logs, of whatever run and writer; those that follow are not."""
-    return Answers(_logs(folder))
-
-
-def _remove_logs(folder: disk.Path) -> None:
-    for log in _logs(folder):
-        disk.remove_log(log)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

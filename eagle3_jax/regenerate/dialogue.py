@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eagle3_jax.config import RegenerateConfig
 from eagle3_jax.models import chat_template
+from eagle3_jax.runs import disk
 
 # What `rejects.jsonl` says of a prompt that no conversation begins with; of a failed answer, its own reason.
 _REASONS = {
@@ -45,6 +48,41 @@ class Answer:
 
 
 Known = Mapping[tuple[str, int], Answer]
+
+
+class Answers(Mapping[tuple[str, int], Answer]):
+    """The answers in some logs, by prompt and turn. A million of them do not lie in memory: only their places do.
+
+    A context manager, if none of the logs grows. An answer that stands twice counts as it stands last. Raises
+    JsonError: a whole line was altered.
+    """
+
+    def __init__(self, logs: Sequence[disk.Path]) -> None:
+        self._open = contextlib.ExitStack()
+        self._places: dict[tuple[str, int], tuple[io.BufferedIOBase, int]] = {}
+        with contextlib.ExitStack() as opening:
+            for log in logs:
+                lines = opening.enter_context(disk.open_log(log))
+                for place, value in disk.log_values(lines, log):
+                    self._places[value["id"], value["turn"]] = lines, place
+            self._open = opening.pop_all()
+
+    def __getitem__(self, key: tuple[str, int]) -> Answer:
+        lines, place = self._places[key]
+        lines.seek(place)
+        return Answer(**disk.log_value(lines.readline(), f"{key}"))
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
 
 @dataclasses.dataclass
@@ -90,7 +128,15 @@ class Dialogue:
         """Takes the answers that are known; the token ids of the first turn that has none, or None behind the end."""
         while self.end is None and (answer := known.get((self.prompt["id"], self.turn))) is not None:
             self.take(answer)
-        return None if self.end is not None else self._ask(tokenizer, settings)
+        if self.end is not None:
+            return None
+        try:
+            ids = chat_template.prompt_ids(tokenizer, self.history(), self.prompt.get("tools"))
+        except chat_template.RefusedError:
+            self.end = "refused"
+            return None
+        self.end = "too_long" if len(ids) > settings.max_length - settings.max_tokens else None
+        return ids if self.end is None else None
 
     def take(self, answer: Answer) -> None:
         """Continues with an answer, or ends."""
@@ -143,18 +189,6 @@ class Dialogue:
                     break
         return messages
 
-    def _ask(self, tokenizer: Any, settings: RegenerateConfig) -> list[int] | None:
-        """Token ids of the next turn; None ends the dialogue."""
-        try:
-            ids = chat_template.prompt_ids(tokenizer, self.history(), self.prompt.get("tools"))
-        except chat_template.RefusedError:
-            self.end = "refused"
-            return None
-        if len(ids) > settings.max_length - settings.max_tokens:
-            self.end = "too_long"
-            return None
-        return ids
-
 
 def _more(answer: Answer) -> dict[str, Any]:
     """What a server says beside an answer's text, under the names of the source `conversations`.
@@ -171,14 +205,12 @@ def sampling(settings: RegenerateConfig, seed: int, name: str, turn: int) -> dic
     The temperature is a prompt's: the same in all its turns. The turn's seed comes of the prompt's id and the run's
     seed: an answer depends neither on who answers nor on where a run was interrupted.
     """
-    digest = hashlib.sha256(f"{seed}/{name}/{turn}".encode()).digest()
-    temperatures = settings.temperatures
-    chosen = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % len(temperatures)
-    return {
-        "temperature": temperatures[chosen],
-        "max_tokens": settings.max_tokens,
-        "seed": int.from_bytes(digest[:4], "big"),
-    }
+
+    def number(text: str) -> int:
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+    temperature = settings.temperatures[number(name) % len(settings.temperatures)]
+    return {"temperature": temperature, "max_tokens": settings.max_tokens, "seed": number(f"{seed}/{name}/{turn}")}
 
 
 class Counts:

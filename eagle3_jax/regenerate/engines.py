@@ -16,15 +16,9 @@ from eagle3_jax.runs import command, processes
 
 
 def load(settings: RegenerateConfig, target: Target, replica: Replica) -> list[Engine]:
-    """Loads an engine for each row of a replica; engines that choose among draft sizes measure them.
+    """Loads an engine for each row of a replica, over a target on its mesh; those that choose draft sizes measure them.
 
-    Drafts change no answer: see `Engine`, `sample_drafts`.
-
-    Args:
-        target: loaded on the replica's mesh.
-
-    Raises:
-        ValueError, ManifestError, DraftFormatError: see `Engine.load`.
+    Drafts change no answer: see `Engine`, `sample_drafts`. Raises as `Engine.load` does.
     """
     engines = [
         Engine.load(
@@ -55,11 +49,8 @@ def converse(
 ) -> None:
     """Has every turn answered that is not known; a dialogue's next turn follows its last answer at once.
 
-    Args:
-        seed: of the run. store: takes each new answer before anything follows it, one at a time.
-
-    Raises:
-        Stopped: a signal came.
+    `seed`: of the run. `store` takes each new answer before anything follows it, one at a time. Raises Stopped: a
+    signal came.
     """
     tokenizer = engines[0].tokenizer
 
@@ -75,24 +66,12 @@ def converse(
                 yield item
 
     def take(dialogue: Dialogue, output: Output) -> Asked[Dialogue] | None:
-        answer = _to_answer(dialogue, output)
+        text, ids, end = output.text, output.token_ids, output.finish_reason
+        failed, thoughts, why = end == "error", output.reasoning, output.error or ""
+        answer = Answer(dialogue.prompt["id"], dialogue.turn, text, ids, end == "length", failed, thoughts, why=why)
         store(answer)
         command.stop_point()
         dialogue.take(answer)
         return asked(dialogue, {})
 
     data_parallel.converse(engines, first(), take)
-
-
-def _to_answer(dialogue: Dialogue, output: Output) -> Answer:
-    truncated, failed = output.finish_reason == "length", output.finish_reason == "error"
-    return Answer(
-        dialogue.prompt["id"],
-        dialogue.turn,
-        output.text,
-        output.token_ids,
-        truncated,
-        failed,
-        output.reasoning,
-        why=output.error or "",
-    )

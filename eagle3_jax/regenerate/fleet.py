@@ -22,7 +22,7 @@ import httpx2
 from eagle3_jax.config import RegenerateConfig
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.regenerate.dialogue import Answer, Dialogue, Known, sampling
-from eagle3_jax.regenerate.server import Differs, Refused, Said, Server, Trouble
+from eagle3_jax.regenerate.server import Differs, Refused, Server, Trouble
 from eagle3_jax.runs import command, processes
 
 # Attempts at one turn that servers began: of servers that had answered others since their last rest, and of all. Those
@@ -56,10 +56,11 @@ class _Asked:
     since: float = 0.0
     why: str = ""
 
-    def failed(self, url: str) -> Answer:
+    def failed(self, url: str, why: str = "") -> Answer:
         """The answer that nobody gave."""
-        why = f"{self.attempts + self.turned_away} attempts: {self.why}"
-        return _failed(self.dialogue.prompt["id"], self.dialogue.turn, why, url)
+        why = why or f"{self.attempts + self.turned_away} attempts: {self.why}"
+        name, turn = self.dialogue.prompt["id"], self.dialogue.turn
+        return Answer(name, turn, "", None, truncated=False, failed=True, server=url, why=why)
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,9 +91,6 @@ class _Member:
 @contextlib.asynccontextmanager
 async def gathered(settings: RegenerateConfig, target: Target) -> AsyncIterator[Fleet]:
     """Yields the fleet of `regenerate.servers`, each compared with the target. Those that are ill join later.
-
-    Args:
-        target: without parameters.
 
     Raises:
         ValueError: a server holds something else, or none of them answers.
@@ -243,41 +241,34 @@ class Fleet:
         """Has the dialogue's turns answered, or gives it back."""
         dialogue, ids = asked.dialogue, asked.ids
         while ids is not None:
-            name, turn = dialogue.prompt["id"], dialogue.turn
+            url, sampled = member.server.url, sampling(self._settings, seed, dialogue.prompt["id"], dialogue.turn)
             try:
-                sampled = sampling(self._settings, seed, name, turn)
-                said = await member.server.ask(dialogue.history(), ids, dialogue.prompt.get("tools"), **sampled)
-                answer = _to_answer(name, turn, said, member.server.url)
+                answer = await member.server.ask(dialogue, ids, **sampled)
                 member.rests, self._last_answer = 0, time.monotonic()
             except Trouble as trouble:
                 if member.well:
                     member.well, member.why = False, str(trouble)
                     self._rest(member, trouble.retry_after)
                 asked = dataclasses.replace(asked, ids=ids, why=str(trouble), since=asked.since or time.monotonic())
-                asked.failed_at.add(member.server.url)
+                asked.failed_at.add(url)
                 asked.attempts += trouble.began
                 asked.blamed += trouble.began and not member.rests
                 asked.turned_away += trouble.busy
                 if not self._is_hopeless(asked):
                     self._again.append(asked)
                     return
-                answer = asked.failed(member.server.url)
+                answer = asked.failed(url)
             except (Refused, Differs) as refusal:
-                if not await self._is_itself(member):
+                wait = await member.look()
+                if not member.well:  # else it still holds the target: the fault is this prompt's
+                    self._rest(member, wait)
                     self._again.append(dataclasses.replace(asked, ids=ids))
                     return
-                answer = _failed(name, turn, str(refusal), member.server.url)
+                answer = asked.failed(url, str(refusal))
             store(answer)
             dialogue.take(answer)
             asked = _Asked(dialogue, ids)
             ids = dialogue.next_prompt({}, self._tokenizer, self._settings)
-
-    async def _is_itself(self, member: _Member) -> bool:
-        """Whether a server that refused something is well and still holds the target; else it is asked no more now."""
-        wait = await member.look()
-        if not member.well:
-            self._rest(member, wait)
-        return member.well
 
     def _rest(self, member: _Member, wait: float = 0.0) -> None:
         """Has a server that is not well looked at again, after a while."""
@@ -298,20 +289,3 @@ class Fleet:
         processes.say(f"regenerate: {member.server.url} {answers}")
         async with self._changed:
             self._changed.notify_all()
-
-
-def _to_answer(name: str, turn: int, said: Said, url: str) -> Answer:
-    return Answer(
-        name,
-        turn,
-        said.text,
-        said.token_ids,
-        said.truncated,
-        reasoning=said.reasoning,
-        tool_calls=said.tool_calls,
-        server=url,
-    )
-
-
-def _failed(name: str, turn: int, why: str, url: str) -> Answer:
-    return Answer(name, turn, "", None, truncated=False, failed=True, server=url, why=why)

@@ -7,7 +7,6 @@ put the prompt's ids beside the choices, SGLang into each; a server without the 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ import pydantic
 from eagle3_jax.config import FleetServer
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.fetch import Target, split_revision
+from eagle3_jax.regenerate.dialogue import Answer, Dialogue
 
 # Letters, numbers and code that tokenizers split in different ways.
 PROBE = [{"role": "user", "content": "Naïve café, 東京 and Москва: def f(x): return x ** 1234567890  # ≠ 0.1"}]
@@ -35,10 +35,8 @@ class Differs(ValueError):
 class Trouble(Exception):
     """A server that gives no answer now.
 
-    Attributes:
-        began: it may have been this prompt that it failed at.
-        busy: it answered that it takes no prompt now, or not this one.
-        retry_after: seconds, as the server says.
+    `began`: it may have been this prompt that it failed at. `busy`: it answered that it takes no prompt now, or not
+    this one. `retry_after`: seconds, as the server says.
     """
 
     def __init__(self, why: str, *, began: bool, busy: bool = False, retry_after: float = 0.0) -> None:
@@ -50,56 +48,34 @@ class Refused(Exception):
     """A prompt that the server refuses, or an answer that cannot be trained on."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Said:
-    """A server's answer. `token_ids`: end of sequence included; None where the server keeps them to itself."""
-
-    text: str
-    token_ids: list[int] | None
-    truncated: bool
-    reasoning: str
-    tool_calls: list[dict[str, Any]] | None
-    tokens: int
-
-
-class _Part(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(strict=True)
-
-
-class _Message(_Part):
+class _Message(pydantic.BaseModel, strict=True):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class _Choice(_Part):
+class _Choice(pydantic.BaseModel, strict=True):
     message: _Message
     finish_reason: str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 
 
-class _Usage(_Part):
+class _Usage(pydantic.BaseModel, strict=True):
     prompt_tokens: int | None = None
-    completion_tokens: int | None = None
 
 
-class _Body(_Part):
+class _Body(pydantic.BaseModel, strict=True):
     choices: list[_Choice] = pydantic.Field(min_length=1)
     prompt_token_ids: list[int] | None = None
     usage: _Usage | None = None
 
 
 class Server:
-    """A server, asked through one client.
+    """A server, asked through one client for conversations of up to `max_length` tokens.
 
-    Args:
-        settings: of the configuration. target: without parameters. max_length: longest conversation, in tokens.
-        deadline: seconds for one answer.
-
-    Raises:
-        ValueError: the environment has no key.
+    `deadline`: seconds for one answer. Raises ValueError: the environment has no key.
     """
 
     def __init__(
@@ -117,8 +93,7 @@ class Server:
         self._headers = {}
         if (variable := settings.api_key_variable) is not None:
             if not (key := os.environ.get(variable, "").strip()):
-                expected = "an API key in it"
-                raise ValueError(f"regenerate.servers: got no {variable} in the environment, expected {expected}")
+                raise ValueError(f"regenerate.servers: got no {variable} in the environment, expected an API key in it")
             self._headers = {"Authorization": f"Bearer {key}"}
         self._dialect: Mapping[str, Any] = {}  # fields beyond OpenAI's that this server takes
 
@@ -134,34 +109,28 @@ class Server:
         except Refused as error:
             raise Differs(str(error)) from error
 
-    async def ask(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        ids: Sequence[int],
-        tools: Sequence[Any] | None = None,
-        **sampling: Any,
-    ) -> Said:
-        """Has one turn answered.
+    async def ask(self, dialogue: Dialogue, ids: Sequence[int], **sampling: Any) -> Answer:
+        """Has a dialogue's next turn answered.
 
         Args:
-            messages: what the answer follows. ids: the target's own rendering of them.
-            tools: their definitions. sampling: see `dialogue.sampling`.
+            ids: the target's own rendering of its history. sampling: see `dialogue.sampling`.
 
         Raises:
             Trouble: no answer now, or half of one.
             Refused: an answer to another prompt, of other tokens, or none to this one. Ask `check` whose fault it is.
         """
-        body = {"messages": messages, **sampling, **self._dialect} | ({"tools": tools} if tools else {})
+        body = {"messages": dialogue.history(), **sampling, **self._dialect}
+        tools = {"tools": tools} if (tools := dialogue.prompt.get("tools")) else {}
         try:
-            said, choice = await self._chat(body)
+            said = await self._chat(body | tools)
         except Refused:
             if not tools:
                 raise
             # A server that reads no calls out of a text may render tools all the same.
-            said, choice = await self._chat(body | {"tool_choice": "none"})
+            said = await self._chat(body | tools | {"tool_choice": "none"})
         if difference := self._other_prompt(said, ids):
             raise Refused(difference)
-        return self._answer(said, choice)
+        return self._answer(said, dialogue.prompt["id"], dialogue.turn)
 
     async def _check_model(self) -> None:
         listed = await self._request("GET", "/models")
@@ -183,24 +152,21 @@ class Server:
         dialects: list[dict[str, Any]] = [{"return_token_ids": True, **_UNCHANGED}]
         if date := chat_template.dated(self._tokenizer):  # the day's in other servers
             dialects.append({**dialects[0], "chat_template_kwargs": date})
-        difference = ""
-        for dialect in dialects:
-            body = {"messages": PROBE, "temperature": 0.0, "max_tokens": _PROBE_TOKENS, **dialect}
+        difference = None
+        for dialect in (*dialects, {}):
+            if difference is not None and not dialect:
+                break  # whose ids differ may have as many
             try:
-                said, choice = await self._chat(body)
+                said = await self._chat({"messages": PROBE, "temperature": 0.0, "max_tokens": _PROBE_TOKENS, **dialect})
             except Refused:
-                break  # OpenAI's API refuses what it does not know
-            if not (difference := self._other_prompt(said, ids)):
-                self._answer(said, choice)
+                if not dialect:
+                    raise
+                continue  # OpenAI's API refuses what it does not know
+            if (difference := self._other_prompt(said, ids)) is None:
+                self._answer(said)
                 self._dialect = dialect
                 return
-        if difference:
-            raise Differs(difference)
-        said, choice = await self._chat({"messages": PROBE, "temperature": 0.0, "max_tokens": _PROBE_TOKENS})
-        if difference := self._other_prompt(said, ids):
-            raise Differs(difference)
-        self._answer(said, choice)
-        self._dialect = {}
+        raise Differs(difference)
 
     def _other_prompt(self, said: _Body, ids: Sequence[int]) -> str | None:
         """Says how the server's prompt differs from the target's, by its ids or else by their number."""
@@ -218,9 +184,9 @@ class Server:
         found, wanted = (reprlib.repr(self._tokenizer.decode(list(x[place : place + 8]))) for x in (got, ids))
         return f"prompt: got {found} at token {place} where the target has {wanted}, {hint}"
 
-    def _answer(self, said: _Body, choice: _Choice) -> Said:
+    def _answer(self, said: _Body, name: str = "", turn: int = 0) -> Answer:
         """Checks an answer. Raises Trouble: it is cut. Refused: it cannot be trained on."""
-        message, ids, reason = choice.message, choice.token_ids, choice.finish_reason
+        message, ids, reason = said.choices[0].message, said.choices[0].token_ids, said.choices[0].finish_reason
         text, reasoning = message.content or "", message.reasoning_content or message.reasoning or ""
         if reason == "content_filter":
             raise Refused("answer: the server's filter withheld it")
@@ -228,9 +194,9 @@ class Server:
             raise Trouble(f"answer: got the end {reason!r}, expected 'stop', 'length' or 'tool_calls'", began=True)
         if ids is not None:
             self._check_ids(ids, (text, reasoning), ended=reason != "length")
-        counted = said.usage.completion_tokens if said.usage else None
-        tokens = len(ids) if ids is not None else counted or 0
-        return Said(text, ids, reason == "length", reasoning, message.tool_calls or None, tokens)
+        calls = message.tool_calls or None
+        cut = reason == "length"
+        return Answer(name, turn, text, ids, cut, reasoning=reasoning, tool_calls=calls, server=self.url)
 
     def _check_ids(self, ids: Sequence[int], texts: Collection[str], *, ended: bool) -> None:
         size, ends = self._shape.vocab_size, self._shape.eos_token_ids
@@ -246,15 +212,14 @@ class Server:
             if _letters(text) not in written:
                 raise Refused(f"answer: got ids of {reprlib.repr(written)}, expected those of {reprlib.repr(text)}")
 
-    async def _chat(self, body: Mapping[str, Any]) -> tuple[_Body, _Choice]:
+    async def _chat(self, body: Mapping[str, Any]) -> _Body:
         content = await self._request("POST", "/chat/completions", {"model": self._model, **body})
         try:
-            said = _Body.model_validate_json(content)
+            return _Body.model_validate_json(content)
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "body"
             raise Trouble(f"answer: {where}: {first['msg']}: {reprlib.repr(content)}", began=True) from error
-        return said, said.choices[0]
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """The content of an answer with status 200.
@@ -279,11 +244,9 @@ class Server:
         why = f"status {answer.status_code}: {reprlib.repr(answer.text)}"
         if answer.status_code in (401, 403):
             raise Differs(f"{why}, expected the key in regenerate.servers.api_key_variable")
-        if answer.status_code in _BUSY or answer.status_code >= 500:
-            after = answer.headers.get("Retry-After", "")
-            wait = float(after) if after.isdecimal() else 0.0
-            busy = answer.status_code in _BUSY
-            raise Trouble(why, began=not busy, busy=busy, retry_after=wait)
+        busy, after = answer.status_code in _BUSY, answer.headers.get("Retry-After", "")
+        if busy or answer.status_code >= 500:
+            raise Trouble(why, began=not busy, busy=busy, retry_after=float(after) if after.isdecimal() else 0.0)
         raise Refused(why)
 
 

@@ -67,8 +67,7 @@ def given(name: str, *turns: str, truncated: bool = False) -> dict:
 
 def prompt(name: str, *turns: str, system: str | None = None) -> dict:
     messages = [{"role": "system", "content": system}] if system else []
-    for turn in turns:
-        messages.append({"role": "user", "content": turn})
+    messages += [{"role": "user", "content": turn} for turn in turns]
     return {"id": name, "category": "chat", "messages": messages}
 
 
@@ -128,8 +127,11 @@ def test_the_target_answers_every_turn_in_its_context(prepared):
     first, second = two["messages"][2]["content"], two["messages"][4]["content"]
     assert first != second
     assert f"system: Be kind.\nuser: First\nassistant: {first}\nuser: Second\nassistant: " in engine.asked
-    assert two["category"] == "chat"
-    assert two["truncated"] is False
+    assert two["category"] == "chat" and two["truncated"] is False
+    for line in conversations.values():  # the fake engine's text and its last id both say the seed
+        said = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+        assert [text.split()[1] for text in said] == [str(ids[-1]) for ids in line["answer_ids"]]
+        assert all(ids[:-1] == [0, 1, 2, 3] for ids in line["answer_ids"])
 
 
 def test_tools_are_in_every_prompt_count_and_are_kept(prepared):
@@ -160,15 +162,6 @@ def test_what_failed_is_no_answer_and_what_was_cut_off_in_its_reasoning_is_one(p
     assert results["dropped"] == {"failed": 1, "empty": 1}
 
 
-def test_the_rate_is_that_of_all_replicas(prepared, monkeypatch):
-    """A process that leads none says nothing."""
-    folder, run = prepared("run")
-    monkeypatch.setattr(regenerate._Stored, "rate", lambda _: 30.0)
-    monkeypatch.setattr(regenerate.processes, "gather", lambda own: [own, {}, {"tokens_per_second": 12.5}])
-    run(FakeEngine())
-    assert manifest.read(folder, "regenerate")["results"]["tokens_per_second"] == 42.5
-
-
 def test_each_prompt_has_one_of_several_temperatures(prepared):
     given = [0.0, 0.5, 1.0]
     folder, run = prepared("run", train=[prompt(f"p{i}", f"{i}?", "And?") for i in range(30)], temperature=given)
@@ -190,22 +183,13 @@ def test_conversations_end_where_the_target_ends_them(prepared):
     results = manifest.read(folder, "regenerate")["results"]["train"]
     assert results["ended"] == {"complete": 2, "empty": 1, "truncated": 1, "too_long": 1}
     assert results["dropped"] == {"empty": 1, "too_long": 1}
-    assert results["prompts"] == 7
-    assert results["conversations"] == 5
-    assert results["answers"] == 6
-    assert results["tokens"] == 30
+    counted = {"prompts": 7, "conversations": 5, "answers": 6, "tokens": 30}
+    assert {name: results[name] for name in counted} == counted
     assert manifest.read(folder, "regenerate")["results"]["tokens_per_second"] > 0
 
 
-def test_prompts_without_a_user_are_dropped(prepared):
-    lonely = {"id": "lonely", "category": "chat", "messages": [{"role": "system", "content": "Alone."}]}
-    folder, run = prepared("run", train=[lonely, PROMPTS[0]])
-    run(FakeEngine())
-    assert manifest.read(folder, "regenerate")["results"]["train"]["dropped"] == {"refused": 1}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", range(10))
+@pytest.mark.parametrize("limit", [0, 1, 5, 9])
 def test_a_killed_run_goes_on_to_the_same_conversations(prepared, limit):
     whole, run = prepared("whole")
     engine = FakeEngine()
@@ -238,26 +222,13 @@ def test_another_target_is_refused_but_other_aux_layers_are_not(prepared):
         run(FakeEngine(), weights="other")
 
 
-def test_no_answer_at_all_is_an_error(prepared):
-    _, run = prepared("run", train=[PROMPTS[2]])
-    with pytest.raises(ValueError, match=r"none of the prompts was answered: {'empty': 1}"):
+def test_nothing_to_answer_is_an_error(prepared, tmp_path):
+    lonely = {"id": "lonely", "category": "chat", "messages": [{"role": "system", "content": "Alone."}]}
+    _, run = prepared("run", train=[PROMPTS[2], lonely])
+    with pytest.raises(ValueError, match=r"none of the prompts was answered: {'empty': 1, 'refused': 1}"):
         run(FakeEngine())
-
-
-def test_unfinished_prompts_are_refused(tmp_path):
-    config = run_file.from_dict({"run_dir": str(tmp_path)})
-    with pytest.raises(manifest.ManifestError, match=r"eagle3_jax\.prepare"):
-        regenerate.regenerate(config)
-
-
-def test_the_ids_that_were_sampled_are_kept(prepared):
-    """The fake engine's text and its last id both say the seed: ids and text are of the same answer."""
-    folder, run = prepared("run")
-    run(FakeEngine())
-    for line in read(folder / "train.jsonl"):
-        said = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
-        assert [text.split()[1] for text in said] == [str(ids[-1]) for ids in line["answer_ids"]]
-        assert all(ids[:-1] == [0, 1, 2, 3] for ids in line["answer_ids"])
+    with pytest.raises(manifest.ManifestError, match=r"eagle3_jax\.prepare"):  # unfinished prompts
+        regenerate.regenerate(run_file.from_dict({"run_dir": str(tmp_path)}))
 
 
 def test_conversations_that_were_given_are_passed_on_in_their_place(prepared):
@@ -279,7 +250,7 @@ def test_conversations_that_were_given_are_passed_on_in_their_place(prepared):
     assert found["results"]["held_out"]["answered_by"] == {"target": 1, "given": 0}
 
 
-def test_where_all_is_given_no_parameter_is_loaded(prepared, monkeypatch):
+def test_where_all_is_given_no_parameter_is_loaded(prepared):
     loaded: list[object] = []
     mine = [given("mine", "Hi", "Hello")]
     folder, run = prepared("run", train=mine, held_out=mine, loaded=loaded)

@@ -135,11 +135,8 @@ def test_three_servers_of_which_one_fails_and_one_is_killed(two, tmp_path, count
         again = tiny.Started(words, cwd=tmp_path, env=tiny.environment())
         status, said = again.ended(timeout=1500)
         assert status == 0, said
-    conversations = [
-        line for split in ("train", "held_out") for line in disk.read_jsonl(run / f"conversations/{split}.jsonl")
-    ]
+    conversations, prompts = lines_of(run / "conversations"), lines_of(run / "prompts")
     rejects = list(disk.read_jsonl(run / "conversations/rejects.jsonl"))
-    prompts = [line for split in ("train", "held_out") for line in disk.read_jsonl(run / f"prompts/{split}.jsonl")]
     names = [line["id"] for line in (*conversations, *rejects)]
     assert sorted(names) == sorted(line["id"] for line in prompts) and len(set(names)) == len(prompts) == count
     assert [line["reason"] for line in rejects if "status 500" in line["reason"]] == []
@@ -167,21 +164,11 @@ def test_real_vllm_is_asked_and_the_ids_are_its_own(vllm, tmp_path, monkeypatch)
     path = write_run(tmp_path, 64, [{"url": url, "model": MODEL, "concurrency": 1}], temperature=0.0)
     environment = tiny.environment(VLLM_CPU_KVCACHE_SPACE="1", OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1")
     del environment["PYTHONPATH"]
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "target")]
-    words += [
-        "--served-model-name",
-        MODEL,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "256",
-    ]
-    words += ["--enforce-eager", "--no-enable-prefix-caching", "--max-num-seqs", "1"]
-    started = tiny.Started([str(vllm), *words], cwd=tmp_path, env=environment, start_new_session=True)
+    words = f"-m vllm.entrypoints.openai.api_server --served-model-name {MODEL} --host 127.0.0.1 --port {port}"
+    words += " --dtype float32 --max-model-len 256 --enforce-eager --no-enable-prefix-caching --max-num-seqs 1 --model"
+    started = tiny.Started(
+        [str(vllm), *words.split(), str(tmp_path / "target")], cwd=tmp_path, env=environment, start_new_session=True
+    )
     server = Served(tmp_path, port, started)
     try:
         server.until(lambda: httpx2.get(f"{url}/models").status_code == 200, 900)
