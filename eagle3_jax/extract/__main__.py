@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 
 from eagle3_jax.config import SPLITS, RunConfig
-from eagle3_jax.data import features, vocab
+from eagle3_jax.data import features, lines, vocab
 from eagle3_jax.data.conversation import Rejected, read_conversation
 from eagle3_jax.extract import mixing, pipeline
 from eagle3_jax.extract.hidden_states import choose_lengths
@@ -63,18 +62,14 @@ def extract(config: RunConfig, target: Target | None = None) -> None:
     check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))
     kind_of(config, target.model.config)  # refuses a head that does not fit the target now
     longest = target.model.config.max_position_embeddings
-    if config.extract.max_length > longest:
-        raise ValueError(
-            f"extract.max_length: got {config.extract.max_length}, expected at most the target's {longest}"
-        )
+    if (got := config.extract.max_length) > longest:
+        raise ValueError(f"extract.max_length: got {got}, expected at most the target's {longest}")
     identity = {
         "verb": "extract",
         "conversations": manifest.fingerprint(made_from),
         "target": target.identity,
-        "max_length": config.extract.max_length,
-        "shard_records": config.extract.shard_records,
         "draft_vocab_size": config.draft.vocab_size,
-        "states": config.extract.states,
+        **{name: getattr(config.extract, name) for name in ("max_length", "shard_records", "states")},
     }
     mix = None
     if config.extract.mix is not None:
@@ -88,11 +83,7 @@ def extract(config: RunConfig, target: Target | None = None) -> None:
 
 
 class _Extraction:
-    """The work of the verb.
-
-    Args:
-        mix: see `mixing.wanted`; None keeps all conversations.
-    """
+    """The work of the verb. `mix`: see `mixing.wanted`; None keeps all conversations."""
 
     def __init__(self, config: RunConfig, target: Target, replica: Replica, mix: dict[str, Any] | None) -> None:
         self._config, self._target, self._replica, self._kept = config, target, replica, {}
@@ -161,11 +152,11 @@ class _Extraction:
             def missing() -> Iterator[pipeline.Shard]:
                 selected = self._select(stream)
                 for shard, path in enumerate(paths):
-                    lines = list(itertools.islice(selected, config.shard_records))
+                    own = list(itertools.islice(selected, config.shard_records))
                     if complete[shard] or shard % replica.count != replica.index:
-                        progress.skip(len(lines))
+                        progress.skip(len(own))
                     else:
-                        yield pipeline.Shard(shard, path, lines)
+                        yield pipeline.Shard(shard, path, own)
 
             pipeline.run(missing(), config, self._target, replica, padded, place, progress)
         return progress.rate()
@@ -197,8 +188,9 @@ class _Extraction:
 def _summarise(folder: disk.Path, all_notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums the notes of a split's shards for the manifest, and writes the list of rejects."""
     rejects = [reject for notes in all_notes for reject in notes["rejects"]]
-    with disk.atomic(folder / REJECTS) as temporary:
-        temporary.write_text("".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects))
+    with lines.written(folder / REJECTS) as add:
+        for reject in rejects:
+            add(reject)
     provenance: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     categories: collections.Counter[str] = collections.Counter()
     for notes in all_notes:

@@ -33,11 +33,9 @@ class PaddedBatch:
 
 
 def choose_lengths(sample: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Chooses at most MAX_LENGTHS lengths to pad to, ascending, with the least padding for a sample.
+    """Chooses at most MAX_LENGTHS lengths to pad to, ascending, with the least padding for a sample of lengths.
 
-    Args:
-        sample: lengths of some sequences.
-        longest: the largest length of any sequence.
+    `longest`: the largest length of any sequence.
     """
     steps = -(-longest // _LENGTH_STEP)
     needed = [min(steps, -(-length // _LENGTH_STEP)) for length in sample]
@@ -91,11 +89,7 @@ def forward(
     states: States,
     place: Callable[[np.ndarray], Any],
 ) -> Any:
-    """Dispatches a batch; `records` waits for it.
-
-    Args:
-        place: puts a batch of tokens, int32 [rows, length], where the model expects it.
-    """
+    """Dispatches a batch; `records` waits for it. `place` puts tokens, int32 [rows, length], on the devices."""
     tokens = np.zeros((batch.rows, batch.length), np.int32)
     for row, index in enumerate(batch.indices):
         ids = conversations[index].token_ids
@@ -115,24 +109,18 @@ def records(
 ) -> Iterator[tuple[Conversation, Record | None]]:
     """Yields each conversation of a batch with its record, or with None where a hidden state is NaN or infinite.
 
-    Args:
-        outputs: of `forward`; None makes records without states.
+    `outputs`: of `forward`; None makes records without states.
     """
-    if outputs is None:
-        for conversation in (conversations[index] for index in batch.indices):
-            yield conversation, {"token_ids": conversation.token_ids, "loss_mask": conversation.loss_mask}
-        return
-    aux, hidden, predicted, finite = fetch(outputs)
+    aux, hidden, predicted, finite = fetch(outputs) if outputs is not None else [None] * 4
     for row, index in enumerate(batch.indices):
         conversation = conversations[index]
-        length = len(conversation.token_ids)
-        if not finite[row, :length].all():
-            yield conversation, None
-            continue
         record = {"token_ids": conversation.token_ids, "loss_mask": conversation.loss_mask}
-        for name, state in (("aux", aux), ("last_hidden", hidden)):
-            if isinstance(state, Fp8):
-                record |= {name: state.values[row, :length], f"{name}_scale": state.scale[row, :length]}
-            else:
-                record[name] = state[row, :length]
-        yield conversation, record | {"argmax": predicted[row, :length]}
+        own = row, slice(len(conversation.token_ids))
+        if outputs is not None:
+            for name, state in (("aux", aux), ("last_hidden", hidden)):
+                if isinstance(state, Fp8):
+                    record |= {name: state.values[own], f"{name}_scale": state.scale[own]}
+                else:
+                    record[name] = state[own]
+            record["argmax"] = predicted[own]
+        yield conversation, record if finite is None or finite[own].all() else None

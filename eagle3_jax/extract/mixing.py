@@ -58,11 +58,10 @@ def wanted(mix: Mapping[str, float] | str) -> dict[str, Any]:
 def choose(
     wanted: Mapping[str, Any], conversations: disk.Path, tokenizer: Any
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Chooses as many conversations as the mix allows.
+    """Chooses as many conversations of a file as the mix allows.
 
     Args:
         wanted: see `wanted`; with the run's "seed".
-        conversations: file of those to train on.
 
     Returns:
         The limits, and what is kept: category -> {"share", "kept", "of"} in tokens or conversations.

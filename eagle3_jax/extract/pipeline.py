@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -75,13 +76,9 @@ class Progress:
 
 @dataclasses.dataclass
 class Shard:
-    """Conversations, and the file of their features.
+    """Conversations, and the file of their features."""
 
-    Attributes:
-        number: the shard's number in its split.
-    """
-
-    number: int
+    number: int  # in its split
     path: disk.Path
     lines: Sequence[str]
     conversations: list[Conversation] = dataclasses.field(default_factory=list)
@@ -100,9 +97,7 @@ def run(
 ) -> None:
     """Computes and writes all shards of a replica.
 
-    Args:
-        padded: lengths to pad to, see `hidden_states.choose_lengths`.
-        place: puts a batch of tokens on the replica's devices.
+    `padded`: lengths to pad to, see `hidden_states.choose_lengths`. `place` puts a batch of tokens on the devices.
     """
     lanes = collections.deque(range(WRITERS * len(replica.processes)))
     prepared = _prepared(shards, config, target, replica, padded)
@@ -114,11 +109,10 @@ def run(
         while True:
             while lanes and (shard := next(prepared, None)) is not None:
                 command.stop_point()
-                lane = _Lane(lanes.popleft(), shard, iter(shard.batches), None)
+                lane = _Lane(lanes.popleft(), shard, iter(shard.batches))
                 if replica.processes[lane.number % len(replica.processes)] == processes.index():
                     lane.queue = queue.Queue(_IN_FLIGHT)
-                    writing = _Writing(shard, lane.queue, target.model.config.vocab_size, config, progress, stopped)
-                    lane.written = writers.submit(writing.write)
+                    lane.written = writers.submit(_write, shard, lane.queue, target, config.states, progress, stopped)
                     written.append(lane.written)
                 else:
                     progress.skip(len(shard.lines))
@@ -153,7 +147,7 @@ class _Lane:
     number: int
     shard: Shard
     batches: Iterator[hidden_states.PaddedBatch]
-    queue: queue.Queue[Any] | None
+    queue: queue.Queue[Any] | None = None
     written: concurrent.futures.Future[None] | None = None
 
     def hand_over(self, batch: hidden_states.PaddedBatch | None, outputs: Any) -> None:
@@ -161,11 +155,9 @@ class _Lane:
         while self.queue is not None and self.written is not None:
             if self.written.done():
                 self.written.result()
-            try:
+            with contextlib.suppress(queue.Full):
                 self.queue.put((batch, outputs), timeout=_POLL)
                 return
-            except queue.Full:
-                continue
 
     def has_room(self) -> bool:
         return self.queue is None or not self.queue.full() or (self.written is not None and self.written.done())
@@ -173,52 +165,47 @@ class _Lane:
 
 def _next_lane(active: collections.deque[_Lane], *, turns: bool) -> _Lane:
     """Takes a lane out: in turn, the same on all processes of a replica, or the first shard that has room."""
-    while not turns:
-        ready = [lane for lane in active if lane.has_room()]
-        if ready:
-            first = min(ready, key=lambda lane: lane.shard.number)
-            active.remove(first)
-            return first
+    if turns:
+        return active.popleft()
+    while not (ready := [lane for lane in active if lane.has_room()]):
         time.sleep(_WAIT)
-    return active.popleft()
+    first = min(ready, key=lambda lane: lane.shard.number)
+    active.remove(first)
+    return first
 
 
 class _Stopped(Exception):
     """The computation ended before the shard did."""
 
 
-@dataclasses.dataclass
-class _Writing:
-    """The writer of a shard."""
+def _write(
+    shard: Shard, handed: queue.Queue[Any], target: Target, states: str, progress: Progress, stopped: threading.Event
+) -> None:
+    """Writes a shard, whose batches are handed over with what was computed of them."""
+    progress.begin(shard)
+    computed = sum(batch.rows * batch.length for batch in shard.batches) if states != "none" else 0
+    provenance: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    categories: collections.Counter[str] = collections.Counter()
+    notes: dict[str, Any] = {"ids": [], "rejects": shard.rejects, "tokens": 0, "computed_tokens": computed}
+    notes |= {"provenance": provenance, "categories": categories}
 
-    shard: Shard
-    queue: queue.Queue[Any]
-    vocab_size: int
-    config: ExtractConfig
-    progress: Progress
-    stopped: threading.Event
+    def batches() -> Iterator[tuple[hidden_states.PaddedBatch, Any]]:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Empty):
+                batch, outputs = handed.get(timeout=_POLL)
+                if batch is None:
+                    return
+                yield batch, outputs
+        raise _Stopped
 
-    def write(self) -> None:
-        shard = self.shard
-        self.progress.begin(shard)
-        computed = sum(batch.rows * batch.length for batch in shard.batches) if self.config.states != "none" else 0
-        notes: dict[str, Any] = {"ids": [], "rejects": shard.rejects, "tokens": 0, "computed_tokens": computed}
-        try:
-            features.write_shard(shard.path, self._records(notes), notes)
-        except _Stopped:
-            pass  # the writer has removed its part of the shard
-
-    def _records(self, notes: dict[str, Any]) -> Iterator[features.Record]:
-        counts = np.zeros(self.vocab_size, np.int64)
-        provenance: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        categories: collections.Counter[str] = collections.Counter()
-        conversations = self.shard.conversations
-        for batch, outputs in iter(self._next, None):
-            for conversation, record in hidden_states.records(conversations, batch, outputs):
-                self.progress.add(len(conversation.token_ids))
+    def records() -> Iterator[features.Record]:
+        counts = np.zeros(target.model.config.vocab_size, np.int64)
+        for batch, outputs in batches():
+            for conversation, record in hidden_states.records(shard.conversations, batch, outputs):
+                progress.add(len(conversation.token_ids))
                 if record is None:
                     reason = "NaN or infinity in the hidden states"
-                    self.shard.rejects.append({"id": conversation.name, "reason": reason})
+                    shard.rejects.append({"id": conversation.name, "reason": reason})
                     continue
                 notes["ids"].append(conversation.name)
                 notes["tokens"] += len(conversation.token_ids)
@@ -226,18 +213,11 @@ class _Writing:
                 provenance[conversation.source][conversation.license] += 1
                 categories[conversation.category] += int(conversation.loss_mask.sum())
                 yield record
-        said = np.flatnonzero(counts)
-        notes["token_counts"] = [said.tolist(), counts[said].tolist()]
-        notes |= {"provenance": provenance, "categories": categories}
+        seen = np.flatnonzero(counts)
+        notes["token_counts"] = [seen.tolist(), counts[seen].tolist()]
 
-    def _next(self) -> tuple[hidden_states.PaddedBatch, Any] | None:
-        while not self.stopped.is_set():
-            try:
-                batch, outputs = self.queue.get(timeout=_POLL)
-                return None if batch is None else (batch, outputs)
-            except queue.Empty:
-                continue
-        raise _Stopped
+    with contextlib.suppress(_Stopped):  # `write_shard` has removed its part of the shard
+        features.write_shard(shard.path, records(), notes)
 
 
 def _prepared(

@@ -14,24 +14,15 @@ import pytest
 import tiny
 from flax import nnx
 
-from eagle3_jax.config import SPLITS, MeshConfig, run_file
+from eagle3_jax.config import SPLITS, MeshConfig
 from eagle3_jax.data import features
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.extract import hidden_states, pipeline
 from eagle3_jax.mesh import make_mesh, own_replica, shardings
 from eagle3_jax.models import layers
 from eagle3_jax.models.cache import Pass
-from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.families import llama
 from eagle3_jax.runs import manifest
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    tokenizer = tiny.make_byte_tokenizer(
-        tiny.CHAT_TEMPLATE, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    return tiny.make_target(tiny.llama_config(vocab_size=len(tokenizer) + 6, max_position_embeddings=512), tokenizer)
 
 
 def conversation(name: str, *turns: str, truncated: bool = False) -> dict:
@@ -48,23 +39,13 @@ CONVERSATIONS = [
 ]
 
 
-def prepared(folder: pathlib.Path, train=CONVERSATIONS, held_out=CONVERSATIONS[:1], **extract_values):
-    """A config whose conversations exist, as `regenerate` leaves them."""
-    config = run_file.from_dict(
-        {
-            "run_dir": str(folder),
-            "draft": {"vocab_size": 20},
-            "mesh": {"data": 1},
-            "extract": {"states": "bfloat16", "max_length": 256, "batch_tokens": 512, "shard_records": 2}
-            | extract_values,
-        }
-    )
-    conversations = config.folder("regenerate")
-    manifest.begin(conversations, {"target": {"weights": "w", "tokenizer": "t", "chat_template": "c"}})
-    for split, lines in (("train", train), ("held_out", held_out)):
-        (conversations / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    manifest.finish(conversations, files=("train.jsonl", "held_out.jsonl"))
-    return config
+@pytest.fixture
+def prepared(run_of):
+    def make(folder: pathlib.Path, train=CONVERSATIONS, held_out=CONVERSATIONS[:1], **changes):
+        values = {"states": "bfloat16", "max_length": 256, "batch_tokens": 512, "shard_records": 2}
+        return run_of(folder, train, held_out, **values | changes)
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -93,41 +74,28 @@ def assert_close_to_plain(target):
 
 
 @pytest.mark.slow
-def test_records_equal_a_plain_forward_of_each_conversation(tmp_path, target, assert_close_to_plain):
-    config = prepared(tmp_path)
+def test_records_equal_a_plain_forward_of_each_conversation(tmp_path, target, assert_close_to_plain, prepared):
+    """Of two turns whose text is tokenised otherwise than it was sampled, each is a record of its own."""
+    end = target.tokenizer.eos_token_id
+    answers = [[300 % target.model.config.vocab_size, 7, end], [9, 5, 7, end]]
+    sampled = conversation("sampled", "One", "two", "Three", "four.") | {"answer_ids": answers}
+    config = prepared(tmp_path, train=[sampled, *CONVERSATIONS])
     extract.extract(config, target)
     source = features.FeatureSource(config.folder("extract") / "train")
+    assert len(source) == 6
+    learned = [record["token_ids"][record["loss_mask"] == 1].tolist() for record in source]
+    assert all(answer in learned for answer in answers)
     texts = {target.tokenizer.decode(source[i]["token_ids"]): source[i] for i in range(len(source))}
-    assert len(texts) == 4
     for record in texts.values():
         assert record["aux"].shape[1] == 3 * 16
         assert record["aux"].dtype == ml_dtypes.bfloat16
         assert_close_to_plain(record)
-    turns = next(record for text, record in texts.items() if "four" in text)
+    turns = next(record for text, record in texts.items() if "four" in text and "two" in text)
     said = target.tokenizer.decode(turns["token_ids"][turns["loss_mask"] == 1])
     assert said == "two<|im_end|>four.<|im_end|>"
 
 
-@pytest.mark.slow
-def test_sampled_ids_are_what_is_extracted(tmp_path, target, assert_close_to_plain):
-    """Of two turns whose text is tokenised otherwise than it was sampled, each is a record of its own."""
-    sampled = conversation("sampled", "One", "two", "Three", "four.")
-    end = target.tokenizer.eos_token_id
-    answers = [[300 % target.model.config.vocab_size, 7, end], [9, 5, 7, end]]
-    config = prepared(tmp_path, train=[sampled | {"answer_ids": answers}, CONVERSATIONS[0]])
-    extract.extract(config, target)
-    folder = config.folder("extract") / "train"
-    source = features.FeatureSource(folder)
-    notes = features.read_notes(features.shard_path(folder, 0, 1))
-    assert sorted(notes["ids"]) == ["sampled/0", "sampled/1", "short"]
-    records = {name: source[i] for i, name in enumerate(notes["ids"])}
-    for turn, answer in enumerate(answers):
-        record = records[f"sampled/{turn}"]
-        assert record["token_ids"][record["loss_mask"] == 1].tolist() == answer
-        assert_close_to_plain(record)
-
-
-def test_manifest_vocabulary_and_rejects(tmp_path, target):
+def test_manifest_vocabulary_and_rejects(tmp_path, target, prepared):
     config = prepared(tmp_path)
     extract.extract(config, target)
     folder = config.folder("extract")
@@ -135,15 +103,10 @@ def test_manifest_vocabulary_and_rejects(tmp_path, target):
     source = features.FeatureSource(folder / "train")
     said = np.concatenate([source[i]["token_ids"][source[i]["loss_mask"] == 1] for i in range(len(source))])
     token_ids = np.load(folder / "vocab.npz")["token_ids"]
-    assert token_ids.dtype == np.int32
-    assert len(token_ids) == 20
-    assert np.all(np.diff(token_ids) > 0)
     assert results["draft_vocabulary_coverage"] == pytest.approx(np.isin(said, token_ids).mean())
     assert np.bincount(said).argmax() in token_ids
-    assert results["train"]["records"] == 4
-    assert results["train"]["rejected"] == 1
-    assert results["train"]["tokens"] == source.lengths.sum()
-    assert results["train"]["loss_tokens"] == len(said)
+    counted = {"records": 4, "rejected": 1, "tokens": source.lengths.sum(), "loss_tokens": len(said)}
+    assert {name: results["train"][name] for name in counted} == counted
     assert 0 < results["train"]["padding_share"] < 1
     assert results["held_out"]["records"] == 1
     (reject,) = [json.loads(line) for line in (folder / "train" / "rejects.jsonl").read_text().splitlines()]
@@ -151,7 +114,7 @@ def test_manifest_vocabulary_and_rejects(tmp_path, target):
     assert "loss mask" in reject["reason"]
 
 
-def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, monkeypatch):
+def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, monkeypatch, prepared):
     whole = prepared(tmp_path / "whole")
     extract.extract(whole, target)
     config = prepared(tmp_path / "killed")
@@ -187,7 +150,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, 
     extract.extract(config, target)
 
 
-def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, target):
+def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, target, prepared):
     model = llama.Llama(target.model.config, rngs=nnx.Rngs(0))
     (poison,) = target.tokenizer.encode("Z")
     model.embed[...] = model.embed[...].at[poison].set(jnp.nan)
@@ -201,32 +164,16 @@ def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, targ
     assert len(features.FeatureSource(folder)) == 2
 
 
-def test_the_rate_is_that_of_all_replicas(tmp_path, target, monkeypatch):
-    config = prepared(tmp_path)
-    monkeypatch.setattr(extract._Extraction, "_extract", lambda *_: 30.0)
-    monkeypatch.setattr(extract._Extraction, "_foretell", lambda _: [])
-    monkeypatch.setattr(extract.processes, "gather", lambda own: [own, {}, {"train": 12.5, "held_out": 0.0}])
-    finished: list[dict] = []
-    monkeypatch.setattr(extract._Extraction, "_finish", lambda _, rates: finished.append(rates))
-    extract.extract(config, target)
-    assert finished == [{"train": 42.5, "held_out": 30.0}]
-
-
-def test_nothing_usable_is_an_error(tmp_path, target):
-    config = prepared(tmp_path, train=CONVERSATIONS[-1:])
+def test_what_cannot_be_extracted_is_refused(tmp_path, target, prepared):
     with pytest.raises(ValueError, match=r"none of the conversations could be used, see .*rejects\.jsonl"):
-        extract.extract(config, target)
-
-
-def test_a_length_beyond_the_targets_is_refused(tmp_path, target):
-    config = prepared(tmp_path, max_length=1024, batch_tokens=1024)
+        extract.extract(prepared(tmp_path / "a", train=CONVERSATIONS[-1:]), target)
     with pytest.raises(ValueError, match=r"extract\.max_length: got 1024, expected at most the target's 512"):
-        extract.extract(config, target)
+        extract.extract(prepared(tmp_path / "b", max_length=1024, batch_tokens=1024), target)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), [(4, 1), (2, 2)])
-def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, data, model):
+def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, data, model, prepared):
     config = prepared(tmp_path)
     config = dataclasses.replace(config, mesh=MeshConfig(data=data, model=model))
     placed = jax.device_put(target.model, shardings(target.model, make_mesh(config.mesh), layers.SHARDING_RULES))
@@ -238,7 +185,7 @@ def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, 
 
 
 @pytest.mark.slow
-def test_states_in_8_bits_are_close_to_those_in_16(tmp_path, target):
+def test_states_in_8_bits_are_close_to_those_in_16(tmp_path, target, prepared):
     wide, narrow = prepared(tmp_path / "wide"), prepared(tmp_path / "narrow", states="fp8")
     for config in (wide, narrow):
         extract.extract(config, target)
@@ -256,26 +203,24 @@ def test_states_in_8_bits_are_close_to_those_in_16(tmp_path, target):
             np.testing.assert_allclose(got, expected, rtol=2**-4, atol=2**-8 * np.abs(expected).max())
 
 
-def test_an_interrupted_computation_leaves_no_half_shard(tmp_path, target, monkeypatch):
-    config = prepared(tmp_path)
-    monkeypatch.setattr(hidden_states, "target_states", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        extract.extract(config, target)
-    assert not list((config.folder("extract") / "train").iterdir())
-
-
-def test_what_a_writer_cannot_write_ends_the_run(tmp_path, target, monkeypatch):
+def test_what_fails_ends_the_run_and_leaves_no_half_shard(tmp_path, target, monkeypatch, prepared):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(features, "write_shard", full)
-    with pytest.raises(OSError, match="No space left"):
-        extract.extract(prepared(tmp_path), target)
+    for module, name, fails, error in (
+        (hidden_states, "target_states", lambda *_: 1 / 0, ZeroDivisionError),
+        (features, "write_shard", full, OSError),
+    ):
+        config = prepared(tmp_path / name)
+        with monkeypatch.context() as patched, pytest.raises(error):
+            patched.setattr(module, name, fails)
+            extract.extract(config, target)
+        assert not list((config.folder("extract") / "train").iterdir())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seconds", [0.002, 0.4])
-def test_a_slow_store_costs_no_more_than_its_rate(tmp_path, target, monkeypatch, seconds):
+def test_a_slow_store_costs_no_more_than_its_rate(tmp_path, target, monkeypatch, seconds, prepared):
     """A forward pass of 50 milliseconds; a writer's store takes so long for a batch's record."""
     shards, forward, size = 32, 0.05, 500
     lines = [conversation(f"c{i}", "Hi " * (i % 5 + 1), "Hello. " * 8) for i in range(4 * shards)]

@@ -5,28 +5,19 @@ from __future__ import annotations
 import collections
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 
 from eagle3_jax.config import ConfigError, RunConfig, run_file
 from eagle3_jax.data import features
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.extract import mixing
-from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import manifest
 
 LENGTHS = {"code": 60, "chat": 6, "math": 20}  # tokens of an answer
 SHARES = {"code": 0.3, "chat": 0.5, "math": 0.2}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    tokenizer = tiny.make_byte_tokenizer(
-        tiny.CHAT_TEMPLATE, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    return tiny.make_target(tiny.llama_config(vocab_size=len(tokenizer) + 6, max_position_embeddings=512), tokenizer)
 
 
 def conversations(count: int, name: str) -> list[dict[str, Any]]:
@@ -44,17 +35,15 @@ def conversations(count: int, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def prepared(folder: pathlib.Path, mix: Any, lines: int = 900) -> RunConfig:
-    how = {"states": "none", "max_length": 128, "batch_tokens": 512, "shard_records": 32, "mix": mix}
-    values = {"run_dir": str(folder), "draft": {"vocab_size": 20}, "mesh": {"data": 1}, "extract": how}
-    config = run_file.from_dict(values)
-    made = config.folder("regenerate")
-    manifest.begin(made, {"target": {"weights": "w", "tokenizer": "t", "chat_template": "c"}})
-    for split, count in (("train", lines), ("held_out", lines // 3)):
-        text = "".join(json.dumps(line) + "\n" for line in conversations(count, split))
-        (made / f"{split}.jsonl").write_text(text)
-    manifest.finish(made, files=("train.jsonl", "held_out.jsonl"))
-    return config
+@pytest.fixture
+def prepared(run_of: Callable[..., RunConfig], tmp_path: pathlib.Path) -> Callable[..., RunConfig]:
+    """Makes a config whose conversations exist."""
+
+    def make(mix: Any, lines: int = 900) -> RunConfig:
+        how = {"states": "none", "max_length": 128, "batch_tokens": 512, "shard_records": 32, "mix": mix}
+        return run_of(tmp_path, conversations(lines, "train"), conversations(lines // 3, "held_out"), **how)
+
+    return make
 
 
 def results(config: RunConfig) -> dict[str, Any]:
@@ -62,8 +51,8 @@ def results(config: RunConfig) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_answers_have_the_shares_that_are_asked_for(tmp_path, target):
-    config = prepared(tmp_path, SHARES)
+def test_answers_have_the_shares_that_are_asked_for(tmp_path, target, prepared):
+    config = prepared(SHARES)
     extract.extract(config, target)
     for split, near in (("train", 0.02), ("held_out", 0.15)):
         tokens = results(config)[split]["categories"]
@@ -80,10 +69,10 @@ def test_answers_have_the_shares_that_are_asked_for(tmp_path, target):
     assert len(set(ids)) == len(ids) == results(config)["train"]["records"] > 32
 
 
-def test_requests_of_a_log_are_shares_of_conversations(tmp_path, target):
+def test_requests_of_a_log_are_shares_of_conversations(tmp_path, target, prepared):
     log = tmp_path / "traffic.jsonl"
     log.write_text('{"category": "code", "count": 30}\n{"category": "math"}\n\n{"category": "math", "count": 9}\n')
-    config = prepared(tmp_path, str(log))
+    config = prepared(str(log))
     wanted = mixing.wanted(str(log))
     assert wanted == {"by": "conversations", "shares": {"code": 0.75, "math": 0.25}}
     path = config.folder("regenerate") / "train.jsonl"
@@ -97,8 +86,8 @@ def test_requests_of_a_log_are_shares_of_conversations(tmp_path, target):
     assert {line["id"] for line in others} != {line["id"] for line in chosen}, "the seed chooses"
 
 
-def test_another_mix_is_other_work(tmp_path, target):
-    config = prepared(tmp_path, {"code": 1.0}, lines=30)
+def test_another_mix_is_other_work(tmp_path, target, prepared):
+    config = prepared({"code": 1.0}, lines=30)
     extract.extract(config, target)
     values = run_file.to_dict(config)
     for mix in ({"code": 0.5, "chat": 0.5}, None):
@@ -107,8 +96,8 @@ def test_another_mix_is_other_work(tmp_path, target):
             extract.extract(other, target)
 
 
-def test_clear_errors(tmp_path, target):
-    config = prepared(tmp_path, {"codee": 0.5, "chat": 0.5}, lines=30)
+def test_clear_errors(tmp_path, target, prepared):
+    config = prepared({"codee": 0.5, "chat": 0.5}, lines=30)
     with pytest.raises(
         ValueError, match=r"^extract.mix: got codee, expected categories of the conversations: chat, code"
     ):
@@ -116,8 +105,6 @@ def test_clear_errors(tmp_path, target):
     for mix, said in (
         ({"code": 0.5, "chat": 0.4}, r"expected shares that add up to 1 \(they add up to 0.9\)"),
         ({"code": 1.5, "chat": -0.5}, "extract.mix.chat: got -0.5, expected more than 0"),
-        ({"code": "much"}, "extract.mix.code: got 'much', expected a number"),
-        ({}, "they add up to 0"),
         (3, "extract.mix: got 3, expected a mapping"),
     ):
         with pytest.raises(ConfigError, match=said):
