@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 
 from eagle3_jax.benchmark import decode, tune
-from eagle3_jax.config import RunConfig
 from eagle3_jax.runs import command, command_line, processes
 
 
@@ -22,31 +21,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.require("report", *["serve"] * (what == "serve"))
     with command.run("benchmark", resumes=what != "tune"):
         if what == "decode":
-            _decode(config, asked.prompts, asked.compare)
+            table, files = (
+                decode.table(decode.run(config, asked.prompts, asked.compare)),
+                ["decode.jsonl", "decode.png"],
+            )
         elif what == "tune":
-            _tune(config, asked.prompts)
+            table, files = tune.table(tune.run(config, asked.prompts)), ["tune.json", "tuned.yaml"]
         else:
+            from eagle3_jax.benchmark import servers  # needs the extra `report`, which `--help` does not
+
             others = _named("--compare", asked.compare, "http://HOST:PORT/v1", ("http://", "https://"))
-            _serve(config, asked.prompts, others, _keys(asked.compare_key, others))
-
-
-def _decode(config: RunConfig, prompts: str, compare: str | None) -> None:
-    report, folder = decode.run(config, prompts, compare), config.folder("benchmark")
-    if processes.index() == 0:
-        print(f"{decode.table(report)}\n\n{folder / 'decode.jsonl'}\n{folder / 'decode.png'}")
-
-
-def _tune(config: RunConfig, prompts: str) -> None:
-    report, folder = tune.run(config, prompts), config.folder("benchmark")
-    if processes.index() == 0:
-        print(f"{tune.table(report)}\n\n{folder / 'tune.json'}\n{folder / 'tuned.yaml'}")
-
-
-def _serve(config: RunConfig, prompts: str, others: dict[str, str], keys: dict[str, str]) -> None:
-    from eagle3_jax.benchmark import servers  # needs the extra `report`, which `--help` does not
-
-    report, folder = servers.run(config, prompts, others, keys), config.folder("benchmark")
-    print(f"{servers.table(report)}\n{folder / 'serve.json'}")
+            report = servers.run(config, asked.prompts, others, _keys(asked.compare_key, others))
+            table, files = servers.table(report), ("serve.json",)
+        if processes.index() == 0:
+            print(table, "", *(config.folder("benchmark") / name for name in files), sep="\n")
 
 
 def _named(flag: str, pairs: Sequence[str], expected: str, beginnings: tuple[str, ...] = ("",)) -> dict[str, str]:

@@ -17,7 +17,7 @@ import pathlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -43,14 +43,15 @@ SIZE = {"num_steps": "steps"} | {name: name for name in ("topk", "num_draft_toke
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Token ids of answers; their rounds and accepted drafts; dispatches by draft mode."""
+    """Token ids of answers, and their seconds; their rounds and accepted drafts; dispatches by draft mode."""
 
     texts: list[list[int]]
+    seconds: float
     counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     tiers: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-Way = Callable[[], tuple[Answers, float]]
+Way = Callable[[], Answers]
 
 
 def run(
@@ -70,30 +71,52 @@ def run(
 
     Raises:
         ManifestError: the draft is missing, or was made for another target.
-        ValueError: no usable prompts.
+        ValueError: no usable prompts, or a comparison that cannot be.
     """
-    folder = config.folder("benchmark")
-    on_one_replica(config, lambda replica: _run(config, folder, disk.path_of(prompts_path), compare, target, replica))
+    settings, folder = config.benchmark, config.folder("benchmark")
+    if compare is not None and importlib.util.find_spec("torch") is None:
+        raise ValueError("--compare transformers: got no PyTorch, expected the extra `reference`")
+    if compare is not None and settings.temperature > 0:
+        raise ValueError(
+            f"--compare transformers: got benchmark.temperature {settings.temperature}, expected 0 (greedy)"
+        )
+
+    def measure(what: Material) -> None:
+        identity = what.identity | {"compare": compare}
+        processes.agree(lambda: disk.make_folder(folder))
+        batches = []
+        for batch in settings.batch_sizes:
+            command.stop_point()
+            path = folder / f"decode_{batch}.json"
+            with disk.lock(path):
+                found = processes.agree(lambda path=path: _finished(path, identity))
+                if found is None:
+                    found = measure_batch(config, what, batch, compare)
+                    processes.agree(lambda p=path, f=found: disk.write_json(p, {"identity": identity, "measured": f}))
+            batches.append(found)
+        report = {**identity, "batches": batches, "config": run_file.to_dict(config)}
+        processes.agree(lambda: _write(folder, report))
+
+    on_one_replica(config, disk.path_of(prompts_path), target, measure)
     return disk.read_json(folder / "decode.json")
 
 
-def on_one_replica(config: RunConfig, measure: Callable[[Replica], None]) -> None:
+def on_one_replica(
+    config: RunConfig, prompts_path: disk.Path, target: Target | None, measure: Callable[[Material], None]
+) -> None:
     """Measures on the replica of process 0; the other processes wait for its end."""
     replica = own_replica(make_mesh(config.mesh))
     if 0 in replica.processes:
         with processes.among(replica.processes):
-            measure(replica)
+            measure(Material.of(config, prompts_path, target, replica))
     processes.barrier()
 
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """The target, draft and prompts of a measurement.
+    """The target, draft (as `Engine.load` takes it) and prompts (token ids) of a measurement.
 
-    Attributes:
-        draft: as `Engine.load` takes it.
-        prompts: token ids.
-        identity: names everything that the figures depend on.
+    `identity` names everything that the figures depend on.
     """
 
     target: Target
@@ -129,38 +152,7 @@ class Material:
         return [self.prompts[i % len(self.prompts)] for i in range(start, start + count)]
 
 
-def _run(
-    config: RunConfig,
-    folder: disk.Path,
-    prompts_path: disk.Path,
-    compare: str | None,
-    target: Target | None,
-    replica: Replica,
-) -> None:
-    settings = config.benchmark
-    if compare is not None:
-        _can_compare(settings.temperature)
-    what = Material.of(config, prompts_path, target, replica)
-    identity = what.identity | {"compare": compare}
-    processes.agree(lambda: disk.make_folder(folder))
-    batches = []
-    for batch in settings.batch_sizes:
-        command.stop_point()
-        path = folder / f"decode_{batch}.json"
-        with disk.lock(path):
-            found = processes.agree(lambda path=path: _finished(path, identity))
-            if found is None:
-                asked = what.asked(max(batch, settings.requests))
-                found = measure_batch(config, what.target, what.draft, asked, batch, compare)
-                processes.agree(lambda p=path, f=found: disk.write_json(p, {"identity": identity, "measured": f}))
-        batches.append(found)
-    report = {**identity, "batches": batches, "config": run_file.to_dict(config)}
-    processes.agree(lambda: _write(folder, report))
-
-
-def measure_batch(
-    config: RunConfig, target: Target, draft: str, prompts: list[list[int]], batch: int, compare: str | None
-) -> dict[str, Any]:
+def measure_batch(config: RunConfig, what: Material, batch: int, compare: str | None) -> dict[str, Any]:
     """Measures one batch size: all ways answer the prompts in turns.
 
     Returns:
@@ -168,9 +160,10 @@ def measure_batch(
     """
     settings = config.benchmark
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
+    prompts = what.asked(max(batch, settings.requests))
     engine = Engine.load(
-        target,
-        draft,
+        what.target,
+        what.draft,
         settings.trees or "auto",
         batch,
         max(map(len, prompts)) + settings.max_tokens,
@@ -183,30 +176,27 @@ def measure_batch(
     ways: dict[str, Way] = {tier.name: decoding(engine, tier, prompts, params) for tier in tiers}
     ways[AUTO] = decoding(engine, None, prompts, params)
     if compare is not None:
-        ways |= transformers_ways(target, prompts, batch, settings.max_tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    answers: dict[str, Answers] = {}
+        ways |= transformers_ways(what.target, prompts, batch, settings.max_tokens)
+    answers: dict[str, list[Answers]] = {name: [] for name in ways}
     with tqdm(total=settings.turns * len(ways), desc=f"batch {batch}", disable=processes.index() > 0) as bar:
         for turn in range(-1, settings.turns):
             for name in random.Random(turn).sample(list(ways), len(ways)):  # no way always follows the same other
                 command.stop_point()
-                found, taken = ways[name]()
-                if turn < 0:  # warm-up: threads, allocators, caches, and what "auto" learns
-                    continue
-                answers[name] = found
-                seconds[name].append(taken)
-                bar.update()
+                found = ways[name]()
+                if turn >= 0:  # before it is the warm-up: threads, allocators, caches, and what "auto" learns
+                    answers[name].append(found)
+                    bar.update()
     ceiling = profile.bandwidth()
-    same = answers[VANILLA].texts if params.greedy and settings.simulated_acceptance is None else None
+    same = answers[VANILLA][-1].texts if params.greedy and settings.simulated_acceptance is None else None
     records: dict[str, dict[str, Any]] = {}
-    for name in ways:
-        found = answers[name]
+    for name, turns in answers.items():
+        found, seconds = turns[-1], [of_turn.seconds for of_turn in turns]
         tokens = sum(map(len, found.texts))
         records[name] = {
             "completion_tokens": tokens,
             "acc_length": found.counts.tau if found.counts.rounds else None,
-            "tokens_per_second": tokens / statistics.median(seconds[name]),
-            "seconds": seconds[name],
+            "tokens_per_second": tokens / statistics.median(seconds),
+            "seconds": seconds,
             "identical": None if same is None else sum(a == b for a, b in zip(found.texts, same, strict=True)),
             "tiers": found.tiers,
         }
@@ -222,20 +212,20 @@ def measure_batch(
             "stages": cost.stages,
             "bandwidth_share": cost.bytes_read / cost.seconds / ceiling,
         }
-    ordered = [{"name": name, **record} for name, record in records.items()]
-    return {"batch_size": batch, "requests": len(prompts), "bandwidth": ceiling, "ways": ordered}
+    ways_in_order = [{"name": name, **record} for name, record in records.items()]
+    return {"batch_size": batch, "requests": len(prompts), "bandwidth": ceiling, "ways": ways_in_order}
 
 
 def decoding(engine: Engine, tier: Tier | None, prompts: list[list[int]], params: SamplingParams) -> Way:
     """Makes a way of the engine, pinned to one tier; None lets it choose."""
 
-    def answer() -> tuple[Answers, float]:
+    def answer() -> Answers:
         engine.tiers.pinned = tier
         before = engine.stats().tiers
         outputs, seconds = timed(engine, prompts, params)
         taken = {name: count - before[name] for name, count in engine.stats().tiers.items() if count > before[name]}
         counts = AcceptanceCounts.total(output.stats.counts for output in outputs)
-        return Answers([output.token_ids for output in outputs], counts, taken), seconds
+        return Answers([output.token_ids for output in outputs], seconds, counts, taken)
 
     return answer
 
@@ -246,13 +236,12 @@ def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_
     import transformers
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        disk.local(target.folder), dtype=torch.float32
-    ).eval()
+    folder = disk.local(target.folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ends = sorted(end_ids(target.model.config, target.tokenizer))
 
-    def answer(**options: Any) -> tuple[Answers, float]:
-        texts, start = [], time.perf_counter()
+    def answer(**options: Any) -> Answers:
+        texts, start = list[list[int]](), time.perf_counter()
         for first in range(0, len(prompts), batch):
             group = prompts[first : first + batch]
             longest = max(map(len, group))
@@ -268,27 +257,14 @@ def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_
                     pad_token_id=0,
                     **options,
                 )
-            texts += [_until_end(row, ends) for row in found[:, longest:].tolist()]
-        return Answers(texts), time.perf_counter() - start
+            for row in found[:, longest:].tolist():  # behind its end an answer is padded
+                texts.append(row[: 1 + next((i for i, token in enumerate(row) if token in ends), len(row))])
+        return Answers(texts, time.perf_counter() - start)
 
     ways: dict[str, Way] = {TRANSFORMERS: answer}
     if batch == 1:  # transformers assists single requests alone
         ways[ASSISTED] = lambda: answer(prompt_lookup_num_tokens=8)
     return ways
-
-
-def _can_compare(temperature: float) -> None:
-    """Checks that transformers can be measured, before work begins. Raises ValueError."""
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError("--compare transformers: got no PyTorch, expected the extra `reference`")
-    if temperature > 0:
-        raise ValueError(f"--compare transformers: got benchmark.temperature {temperature}, expected 0 (greedy)")
-
-
-def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    """Cuts the padding behind an answer's end-of-sequence token."""
-    stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
-    return tokens[: stop + 1]
 
 
 def table(report: dict[str, Any]) -> str:

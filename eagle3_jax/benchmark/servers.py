@@ -62,8 +62,6 @@ def run(
     if taken := {VANILLA, SPECULATIVE} & set(others):
         raise ValueError(f"--compare: got the name {min(taken)}, expected another: it is one of this package's own")
     prompts = sources.spread(sources.read_file(prompts_path)[0], None)
-    if not prompts:
-        raise ValueError(f"--prompts {prompts_path}: got none")
     folder = config.folder("benchmark")
     disk.make_folder(folder)
     identity = {
@@ -74,22 +72,24 @@ def run(
         "versions": machine.versions(),
     }
     with disk.lock(folder / "serve.json"):
-        measured: list[_Measured] = []
+        measured: dict[str, _Measured] = {}
         for name in (VANILLA, SPECULATIVE):
             started = _configured(config, vanilla=name == VANILLA)
             about = {"target": started["target"], "serve": started["serve"]}
             server = _started(started, folder / f"serve_{name}.yaml")
-            measured.append(_Measured.of(name, folder, identity | about, server))
+            measured[name] = _Measured(folder / f"serve_{name}.json", identity | about, server)
         for name, url in others.items():
-            measured.append(other := _Measured.of(name, folder, identity | {"url": url}, _running(url, keys.get(name))))
+            server = contextlib.nullcontext(Server(url.rstrip("/"), "", keys.get(name)))
+            measured[name] = other = _Measured(folder / f"serve_{name}.json", identity | {"url": url}, server)
             if len(other.levels) < len(_loads(config.traffic)):  # a missing server is found before hours of measuring
-                found_at(url.rstrip("/"), keys.get(name))
+                other.server = contextlib.nullcontext(found_at(url.rstrip("/"), keys.get(name)))
         # A process on an accelerator takes all of its memory.
-        for group in [measured] if hardware["accelerator"] is None else [[one] for one in measured]:
-            _take_turns(group, prompts, config)
-        ways: dict[str, dict[str, Any]] = {one.name: {"model": one.model, "levels": one.levels} for one in measured}
-        for way in ways.values():
-            for level, vanilla in zip(way["levels"], ways[VANILLA]["levels"], strict=True):
+        every = list(measured.items())
+        for group in [every] if hardware["accelerator"] is None else [[one] for one in every]:
+            _take_turns(dict(group), prompts, config)
+        ways = {name: {"model": one.model, "levels": one.levels} for name, one in measured.items()}
+        for one in measured.values():
+            for level, vanilla in zip(one.levels, measured[VANILLA].levels, strict=True):
                 pairs = zip(level["texts"], vanilla["texts"], strict=True)
                 level["identical"] = sum(a == b and a is not None for a, b in pairs)
         report = {**identity, "target": run_file.to_dict(config)["target"], "ways": ways}
@@ -101,23 +101,18 @@ def run(
 class _Measured:
     """A server and its figures, which a file keeps: `levels` as in `serve.json`, without `identical`."""
 
-    name: str
     path: disk.Path
     identity: dict[str, Any]
     server: AbstractContextManager[Server]
-    model: str
-    levels: list[dict[str, Any]]
+    model: str = ""
+    levels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls, name: str, folder: disk.Path, identity: dict[str, Any], server: AbstractContextManager[Server]
-    ) -> _Measured:
-        """Takes the figures of an earlier run, if it was this very measurement."""
-        path, kept = folder / f"serve_{name}.json", {}
+    def __post_init__(self) -> None:
+        kept: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            kept = disk.read_json(path)
-        kept = kept if kept.get("identity") == identity else {}
-        return cls(name, path, identity, server, kept.get("model", ""), kept.get("levels", []))
+            kept = disk.read_json(self.path)
+        if kept.get("identity") == self.identity:  # an earlier run was this very measurement
+            self.model, self.levels = kept["model"], kept["levels"]
 
     def add(self, level: dict[str, Any]) -> None:
         self.levels.append(level)
@@ -129,35 +124,30 @@ def _loads(traffic: TrafficConfig) -> Sequence[tuple[str, int | float]]:
     return [("concurrency", clients) for clients in traffic.concurrency] + [("rate", rate) for rate in traffic.rates]
 
 
-def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: RunConfig) -> None:
-    """Measures the missing levels of each server, level by level; each level has the next prompts.
-
-    Raises:
-        ValueError: a server does not start, or answers nothing.
-    """
+def _take_turns(group: dict[str, _Measured], prompts: Sequence[Prompt], config: RunConfig) -> None:
+    """Measures the missing levels of each server, level by level; each level has the next prompts."""
     settings, seed, loads = config.traffic, config.seed, _loads(config.traffic)
     params = {"max_tokens": settings.max_tokens, "temperature": settings.temperature, "seed": seed}
-    missing = [one for one in group if len(one.levels) < len(loads)]
+    missing = [(name, one) for name, one in group.items() if len(one.levels) < len(loads)]
     servers: dict[str, Server] = {}
     with contextlib.ExitStack() as stack:
-        for one in missing:
+        for name, one in missing:
             command.stop_point()
-            servers[one.name] = server = stack.enter_context(one.server)
+            servers[name] = server = stack.enter_context(one.server)
             one.model = server.model
             asyncio.run(_drive(server, [prompts[0]], params, "concurrency", 1, seed))  # warms caches of code
         cycle = itertools.cycle(prompts)
         for done, (kind, load) in enumerate(tqdm(loads, desc=", ".join(servers), disable=not servers)):
             count = max(settings.requests, 2 * int(load) if kind == "concurrency" else 0)
             asked = list(itertools.islice(cycle, count))
-            for one in missing[:: (1, -1)[done % 2]]:  # no server is always the first
+            for name, one in missing[:: (1, -1)[done % 2]]:  # no server is always the first
                 if len(one.levels) > done:
                     continue
                 command.stop_point()
-                timings = asyncio.run(_drive(servers[one.name], asked, params, kind, load, seed))
+                timings = asyncio.run(_drive(servers[name], asked, params, kind, load, seed))
                 found = traffic.summary(timings)
                 if found["failed"] == found["requests"]:
-                    url, said = servers[one.name].url, found["errors"][0]
-                    raise ValueError(f"{url}: got no answer to {count} requests: {said}")
+                    raise ValueError(f"{servers[name].url}: got no answer to {count} requests: {found['errors'][0]}")
                 texts = [None if timing.error else timing.text for timing in timings]
                 one.add({kind: load, **found, "texts": texts})
 
@@ -224,11 +214,6 @@ def _end(status: int) -> str:
     return signal.Signals(-status).name + " (often: no memory is left)" * (-status == signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def _running(url: str, key: str | None) -> Iterator[Server]:
-    yield found_at(url.rstrip("/"), key)
-
-
 def found_at(url: str, key: str | None = None) -> Server:
     """Asks a server for its first model. Raises ValueError: it does not answer, or has none."""
     server = Server(url, "", key)
@@ -242,9 +227,8 @@ def found_at(url: str, key: str | None = None) -> Server:
 def table(report: dict[str, Any]) -> str:
     """Formats the report as fixed-width text; the speed-up is in the mean time per output token."""
     lines = []
-    asked = report["traffic"]
-    titles = [f"{n} client{'s' if n > 1 else ''}" for n in asked["concurrency"]]
-    titles += [f"{rate:g} requests a second" for rate in asked["rates"]]
+    titles = [f"{n} client{'s' if n > 1 else ''}" for n in report["traffic"]["concurrency"]]
+    titles += [f"{rate:g} requests a second" for rate in report["traffic"]["rates"]]
     levels = zip(*(way["levels"] for way in report["ways"].values()), strict=True)
     for title, of_ways in zip(titles, levels, strict=True):
         rows: list[tuple[str, ...]] = [
@@ -263,5 +247,5 @@ def table(report: dict[str, Any]) -> str:
                     str(level["failed"]),
                 )
             )
-        lines += [*command.aligned(rows), ""]
-    return "\n".join(lines)
+        lines += ["", *command.aligned(rows)]
+    return "\n".join(lines[1:])

@@ -52,12 +52,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A server of OpenAI's API.
-
-    Attributes:
-        url: with the version, as OpenAI's clients take it: http://127.0.0.1:8000/v1.
-        key: its API key, if it wants one.
-    """
+    """A server of OpenAI's API, at a URL with the version, as OpenAI's clients take it: http://127.0.0.1:8000/v1."""
 
     url: str
     model: str

@@ -28,7 +28,7 @@ from eagle3_jax.config import DraftTree, RunConfig, run_file
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.formats.packaged import LOOKUP
-from eagle3_jax.mesh import Replica, fetch, mesh_of
+from eagle3_jax.mesh import fetch, mesh_of
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command, disk, processes
 
@@ -46,8 +46,7 @@ CONFIDENCE = 0.95
 def ratio(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
     """Computes the speed-up over another size: the geometric mean over the turns that both had, and its interval.
 
-    Args:
-        seconds, others: seconds a token in each turn; in a turn both answered the same prompts.
+    `seconds`, `others`: a token in each turn; in a turn both answered the same prompts.
     """
     logs = np.log([other / own for own, other in zip(seconds, others, strict=False)])
     mean, half = float(np.mean(logs)), float("inf")
@@ -82,13 +81,12 @@ def run(config: RunConfig, prompts_path: str | disk.Path, target: Target | None 
     """
     folder = config.folder("benchmark")
 
-    def measure(replica: Replica) -> None:
-        what = Material.of(config, disk.path_of(prompts_path), target, replica)
+    def measure(what: Material) -> None:
         batches = [race(config, what, batch) for batch in config.benchmark.batch_sizes]
         report = {**what.identity, "batches": batches, "config": run_file.to_dict(config)}
         processes.agree(lambda: _write(folder, report, config))
 
-    decode.on_one_replica(config, measure)
+    decode.on_one_replica(config, disk.path_of(prompts_path), target, measure)
     return disk.read_json(folder / "tune.json")
 
 
@@ -105,7 +103,15 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
         token_map=settings.token_map,
         prefix_cache=False,
     )
-    default = _default(engine)
+    on_mesh = mesh_of(engine.target.embed[...]) is not None
+    default = Engine(  # of a user who names no size, over the same weights
+        engine.target,
+        engine.tokenizer,
+        (fetch(engine.draft) if on_mesh else engine.draft) or LOOKUP,  # an engine shards a draft that is whole here
+        batch_size=engine.batch_size,
+        max_length=engine.max_length,
+        prefix_cache=False,
+    )
     for each in (engine, default):
         each.warm_up(greedy_alone=params.greedy)
     tiers = {tier.name: tier for tier in engine.tiers.tiers}
@@ -117,8 +123,8 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
         prompts = what.asked(count, turn * count)
         for name in random.Random(turn).sample(names, len(names)):
             command.stop_point()
-            answered, seconds = decode.decoding(*racers[name], prompts, params)()
-            race[name].append(seconds / sum(map(len, answered.texts)))
+            answered = decode.decoding(*racers[name], prompts, params)()
+            race[name].append(answered.seconds / sum(map(len, answered.texts)))
             if race is found:
                 counts[name].append(answered.counts)
 
@@ -155,20 +161,6 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
         )
     over, *interval = ratio(*lead.values())
     return {"batch_size": batch, "best": best, "over_auto": {"ratio": over, "interval": interval}, "sizes": sizes}
-
-
-def _default(engine: Engine) -> Engine:
-    """Builds the engine of a user who names no size, over the same weights."""
-    on_mesh = mesh_of(engine.target.embed[...]) is not None
-    draft = fetch(engine.draft) if on_mesh else engine.draft  # an engine shards a draft that its process holds whole
-    return Engine(
-        engine.target,
-        engine.tokenizer,
-        draft or LOOKUP,
-        batch_size=engine.batch_size,
-        max_length=engine.max_length,
-        prefix_cache=False,
-    )
 
 
 def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:

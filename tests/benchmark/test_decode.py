@@ -9,21 +9,7 @@ from matplotlib import image
 
 from eagle3_jax.benchmark import __main__ as benchmark
 from eagle3_jax.benchmark import decode
-from eagle3_jax.config import ConfigError, MeshConfig, RunConfig, run_file
-from eagle3_jax.mesh import make_mesh, own_replica
-
-CHAIN = {"num_steps": 2, "num_draft_tokens": 3}
-TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}
-
-
-@pytest.mark.slow
-def test_times_are_of_the_devices_of_an_engine_the_machine_and_versions(config, target, prompts):
-    replica = own_replica(make_mesh(config.mesh))
-    for model in (1, 2):
-        split = dataclasses.replace(config, mesh=MeshConfig(model=model))
-        identity = decode.Material.of(split, prompts, target, replica).identity
-        assert identity["mesh"] == {"model": model}
-        assert identity["hardware"]["cores"] and identity["versions"]["jax"]
+from eagle3_jax.config import ConfigError, RunConfig, run_file
 
 
 @pytest.mark.slow
@@ -39,6 +25,7 @@ def test_every_way_answers_alike_and_is_recorded_as_sglang_does(
     benchmark_config = dataclasses.replace(config.benchmark, batch_sizes=batch_sizes)
     config = dataclasses.replace(config, benchmark=benchmark_config, run_dir=str(tmp_path))
     report = decode.run(config, prompts, peer)
+    assert report["mesh"] == {"model": 1} and report["hardware"]["cores"] and report["versions"]["jax"]
     ways = ["vanilla", "chain 2", "tree 2, 2, 4", "auto"]
     folder = config.folder("benchmark")
     for batch, size in zip(report["batches"], batch_sizes, strict=True):
@@ -95,8 +82,6 @@ def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, m
     for field, value in (("batch_sizes", []), ("batch_sizes", [0]), ("turns", 0), ("simulated_acceptance", 1.5)):
         with pytest.raises(ConfigError, match=f"benchmark.{field}: got"):
             run_file.from_dict({"run_dir": "x", "benchmark": {field: value}})
-    with pytest.raises(ConfigError, match="simulated_acceptance"):  # of no other verb
-        run_file.from_dict({"run_dir": "x", "evaluate": {"simulated_acceptance": 0.5}})
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 5000}))
     with pytest.raises(ValueError, match=r"--prompts .*long.jsonl: got no prompt within"):
