@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.formats import draft_vocabulary
-from eagle3_jax.models.checkpoint.check import not_floats, tensor_problems
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
+from eagle3_jax.models.checkpoint.table import Entry, kernel, not_floats, plain, qkv, tensor_problems
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
 LM_HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"

@@ -20,9 +20,8 @@ from eagle3_jax.formats.kind import DraftKind, Path
 from eagle3_jax.formats.stored import filled, stale_embeddings
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER
 from eagle3_jax.kernels.linear.layouts import dense
-from eagle3_jax.models.checkpoint.check import tensor_problems
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv, tensor_problems
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.rope import read_rope

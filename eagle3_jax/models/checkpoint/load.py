@@ -7,12 +7,9 @@ unreadable tensors) is reported by name in one message, before any transfer to a
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-import json
 import math
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -25,11 +22,10 @@ from eagle3_jax.config import Weights
 from eagle3_jax.kernels.linear.api import quantise
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.mesh import parameter_path, sharding_of, shardings
-from eagle3_jax.models.checkpoint.check import Described, tensor_problems
 from eagle3_jax.models.checkpoint.gguf_file import GGUF, with_blocks
 from eagle3_jax.models.checkpoint.quantised import scale_problems, with_stored_scales
 from eagle3_jax.models.checkpoint.ranges import open_tensors
-from eagle3_jax.models.checkpoint.table import Entry, Packed
+from eagle3_jax.models.checkpoint.table import Described, Entry, Packed, tensor_problems
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.families.vision import TOWER, text_name
 from eagle3_jax.models.layers import SHARDING_RULES
@@ -41,7 +37,12 @@ from eagle3_jax.runs import disk, processes
 from eagle3_jax.runs.disk import digest, read_json
 from eagle3_jax.runs.progress import Progress, shown
 
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_CONVERT = (
+    'python -c \'import torch, safetensors.torch as s; loaded = torch.load("pytorch_model.bin", weights_only=True); '
+    f's.save_file({{k: v.contiguous() for k, v in loaded.items()}}, "{WEIGHTS}")\''
+)
 _ROWS = 8192  # rows of two tensors compared at a time
 # A buffer in old checkpoints; scales of activations, which stay floats here.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale")
@@ -68,8 +69,7 @@ def load_model(
 
     Args:
         only: paths of the parameters to load; the others are checked but stay `jax.ShapeDtypeStruct`s.
-        weights, quantise_vocabulary: see `TargetConfig`. Each matrix is quantised on its devices before the next one is
-            read.
+        weights, quantise_vocabulary: see `TargetConfig`. Each matrix is quantised before the next one is read.
         progress: shows how many tensors are read, see `runs.progress`.
 
     Raises:
@@ -80,7 +80,12 @@ def load_model(
     family = family_of(config)
     files = locate(folder)
     stored = {text_name(name): name for name in files}
-    table = {path: _renamed(entry, stored) for path, entry in family.table(config).items()}
+    table = family.table(config)
+    for path, entry in table.items():  # under the checkpoint's names, in the spelling that it has
+        if entry.other is not None and entry.other.tensors.keys() <= stored.keys():
+            entry = entry.other
+        tensors = {stored.get(name, name): shape for name, shape in entry.tensors.items()}
+        table[path] = dataclasses.replace(entry, tensors=tensors)
     unused = [name for text, name in stored.items() if text.startswith((*family.unused(config), *TOWER))]
     if unused:
         processes.say(f"{folder}: {len(unused)} tensors are not read: {', '.join(sorted(unused)[:3])} ...")
@@ -88,8 +93,7 @@ def load_model(
         del files[name]
     if config.scales is not None:
         table = with_stored_scales(table, config.scales, _described(files)[0])
-    in_blocks = any(path.suffix == GGUF for path in files.values())
-    if in_blocks:
+    if in_blocks := any(path.suffix == GGUF for path in files.values()):
         table = with_blocks(table, _described(files)[0])
     _check(folder, table, files, tied=config.tie_word_embeddings)
     if weights == "stored" and not any(entry.packed for entry in table.values()):
@@ -106,15 +110,15 @@ def load_model(
             return jax.device_put(part((slice(None),) * len(shape)))
         return jax.make_array_from_callback(shape, sharding, part)
 
-    def as_stored(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any, packed: Packed) -> Quantised:
-        tensors = [tensor(name) for name in table[parameter_path(path)].tensors]
+    def as_stored(
+        path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any, packed: Packed, tensors: list[Any]
+    ) -> Quantised:
         *lead, size, columns = leaf.shape
         held = size if sharding is None else sharding.shard_shape(leaf.shape)[-2]
         group = size if packed.group is None else math.gcd(held, packed.group)
         shape = *lead, size // group, columns
-        where = (
-            None if mesh is None else sharding_of(path, jax.ShapeDtypeStruct(shape, jnp.float32), mesh, SHARDING_RULES)
-        )
+        spread = jax.ShapeDtypeStruct(shape, jnp.float32)
+        where = None if mesh is None else sharding_of(path, spread, mesh, SHARDING_RULES)
         values = placed(leaf.shape, sharding, lambda index: packed.values(index, *tensors))
 
         def numbers(of: Callable[..., np.ndarray]) -> jax.Array:
@@ -127,10 +131,10 @@ def load_model(
         if only is not None and name not in only:
             return leaf
         entry = table[name]
+        tensors = [tensor(name) for name in entry.tensors]
         axis = axis_of(name, vocabulary=True) if weights == "stored" and entry.packed is not None else None
         if axis == -2 and entry.packed is not None:
-            return as_stored(path, leaf, sharding, entry.packed)
-        tensors = [tensor(name) for name in entry.tensors]
+            return as_stored(path, leaf, sharding, entry.packed, tensors)
         parts: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # shared by replicas
 
         def part(index: Any) -> np.ndarray:
@@ -152,28 +156,15 @@ def load_model(
     return structure.unflatten([read(path, leaf, place) for (path, leaf), place in each])
 
 
-def save_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
+def save_tensors(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
     """Writes a safetensors file with Hugging Face's metadata and the umask's permissions. Raises OSError."""
     path.touch()
     mode = path.stat().st_mode
     try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path}: not written ({error})") from error
     path.chmod(mode)  # the library makes files readable by their owner only
-
-
-def fingerprint(files: dict[str, str], config: ModelConfig) -> str:
-    """Hashes a checkpoint, its files' names and contents and its architecture, to sha256 in hex.
-
-    Args:
-        files: see `file_digests`.
-        config: the parsed config.json, whatever its spelling. Aux layers are excluded: they select the hidden states to
-            keep and do not change the model. So are the scales' kind: the files tell it.
-    """
-    architecture = dataclasses.asdict(dataclasses.replace(config, aux_layers=()))
-    del architecture["scales"]
-    return hashlib.sha256(json.dumps([files, architecture], sort_keys=True).encode()).hexdigest()
 
 
 def weight_files(folder: str | disk.Path) -> list[disk.Path]:
@@ -195,12 +186,10 @@ def read_index(folder: disk.Path) -> dict[str, disk.Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise WeightsError(f"{index}: got no weight_map, expected tensor names with their files")
-    names = set(weight_map.values())
-    outside = sorted(file for file in names if pathlib.Path(file).name != file or file == "..")
-    if outside:
+    names = sorted(set(weight_map.values()))
+    if outside := [file for file in names if pathlib.Path(file).name != file or file == ".."]:
         raise WeightsError(f"{folder}: {index.name}: got {outside[0]!r}, expected names of files in this folder")
-    missing = sorted(file for file in names if not (folder / file).exists())
-    if missing:
+    if missing := [file for file in names if not (folder / file).exists()]:
         raise WeightsError(f"{folder}: {index.name} names files that are missing: {', '.join(missing)}")
     return {name: folder / file for name, file in weight_map.items()}
 
@@ -209,20 +198,18 @@ def locate(folder: disk.Path) -> dict[str, disk.Path]:
     """Maps each tensor's name to its file. Raises WeightsError."""
     if (folder / INDEX).exists():
         return read_index(folder)
-    single = folder / "model.safetensors"
-    blocks = [] if single.exists() else sorted(folder.glob(f"*{GGUF}"))
-    if len(blocks) > 1:
-        expected = "one; `llama-gguf-split --merge` joins the parts of a file"
-        raise WeightsError(f"{folder}: got {len(blocks)} GGUF files, expected {expected}")
-    if blocks:
-        (single,) = blocks
-    if not single.exists():
-        others = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
-        hint = f" (found {', '.join(others)}: pickle files are never read, convert to safetensors)" if others else ""
-        raise WeightsError(f"{folder}: expected model.safetensors, {INDEX} or a GGUF file{hint}")
+    found = [path for path in (folder / WEIGHTS,) if path.exists()]
+    found = found or sorted(folder.glob("*.safetensors")) or sorted(folder.glob(f"*{GGUF}"))
+    if len(found) > 1:
+        expected = f"one, or {INDEX}; `llama-gguf-split --merge` joins the parts of a GGUF file"
+        raise WeightsError(f"{folder}: got {', '.join(path.name for path in found)}, expected {expected}")
+    if not found:
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
+        hint = f"; {', '.join(others)}: pickles run code when read and are never read, convert them: {_CONVERT}"
+        raise WeightsError(f"{folder}: expected {WEIGHTS}, {INDEX} or a GGUF file{hint if others else ''}")
+    (single,) = found
     try:
-        with open_tensors(single) as handle:
-            return dict.fromkeys(handle.keys(), single)
+        return dict.fromkeys(open_tensors(single)[0], single)
     except SafetensorError as error:
         raise WeightsError(f"{single}: truncated or not safetensors ({error})") from error
 
@@ -232,26 +219,16 @@ def _described(files: dict[str, disk.Path]) -> tuple[dict[str, Described], list[
     found: dict[str, Described] = {}
     problems: list[str] = []
     for path in sorted(set(files.values())):
-        names = [name for name, other in files.items() if other == path]
+        names = {name for name, other in files.items() if other == path}
         try:
-            with open_tensors(path) as handle:
-                stored = set(handle.keys())
-                for name in names:
-                    if name in stored:
-                        tensor = handle.get_slice(name)
-                        found[name] = Described(tensor.get_dtype(), tuple(tensor.get_shape()))
-                    else:
-                        problems.append(f"{path.name}: the index promises {name}, the file does not hold it")
+            held, _ = open_tensors(path)
         except SafetensorError as error:
             problems.append(f"{path.name}: truncated or not safetensors ({error})")
+            continue
+        found |= {name: held[name] for name in names & held.keys()}
+        missing = sorted(names - held.keys())
+        problems += [f"{path.name}: the index promises {name}, the file does not hold it" for name in missing]
     return found, problems
-
-
-def _renamed(entry: Entry, stored: dict[str, str]) -> Entry:
-    """Replaces the table's tensor names by the checkpoint's, in the spelling that it has."""
-    if entry.other is not None and entry.other.tensors.keys() <= stored.keys():
-        entry = entry.other
-    return dataclasses.replace(entry, tensors={stored.get(name, name): shape for name, shape in entry.tensors.items()})
 
 
 def _check(folder: disk.Path, table: dict[str, Entry], files: dict[str, disk.Path], *, tied: bool) -> None:
@@ -274,8 +251,7 @@ def _check(folder: disk.Path, table: dict[str, Entry], files: dict[str, disk.Pat
 
 def _equal(one: str, other: str, rows: int, files: dict[str, disk.Path]) -> bool:
     """Tells whether two tensors hold equal values, whatever their dtypes."""
-    tensor = reader({name: files[name] for name in (one, other)})
-    x, y = tensor(one), tensor(other)
+    x, y = map(reader({name: files[name] for name in (one, other)}), (one, other))
     parts = (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
     return all(np.array_equal(x[part].astype(np.float32), y[part].astype(np.float32), equal_nan=True) for part in parts)
 
@@ -295,21 +271,5 @@ def misfits(table: dict[str, Entry], files: dict[str, disk.Path]) -> list[str]:
 
 def reader(files: dict[str, disk.Path]) -> Callable[[str], Any]:
     """Makes a function from a tensor's name to the tensor, which is read lazily, when indexed."""
-    handles = {path: open_tensors(path) for path in set(files.values())}
-
-    @functools.cache
-    def header(path: disk.Path) -> tuple[int, dict[str, Any]]:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            return 8 + size, json.loads(file.read(size))
-
-    def tensor(name: str) -> Any:
-        path = files[name]
-        found = handles[path].get_slice(name)
-        if found.get_dtype() != "F8_E4M3" or disk.is_remote(path):
-            return found
-        start, entries = header(path)  # safetensors has no numpy array of FP8
-        offset = start + entries[name]["data_offsets"][0]
-        return np.memmap(path, jnp.dtype(jnp.float8_e4m3fn), "r", offset, tuple(found.get_shape()))
-
-    return tensor
+    opened = {path: open_tensors(path)[1] for path in set(files.values())}
+    return lambda name: opened[files[name]](name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.models.checkpoint.table import FLOATS, Entry, Packed
+from eagle3_jax.models.checkpoint.table import FLOATS, Described, Entry, Packed
 
 BLOCK = 128  # rows and columns of block FP8 that share a factor
 _EIGHT_BITS = ("F8_E4M3", "I8")
@@ -29,8 +29,7 @@ class Scales:
     """How a checkpoint's quantised matrices are scaled.
 
     Attributes:
-        suffix: of the tensor of scales, after the matrix's name.
-        block: rows and columns that share a scale; None: a row, or the whole matrix.
+        suffix: of the tensor of scales. block: rows and columns that share one; None: a row, or the whole matrix.
     """
 
     suffix: str
@@ -58,10 +57,7 @@ BLOCK_FP8 = Scales("_scale_inv", BLOCK)
 def read_scales(values: Mapping[str, Any], problems: list[str], others: Collection[str] = ()) -> Scales | None:
     """Reads `quantization_config` of a config.json; None: no matrix has scales of these kinds.
 
-    Appends to `problems` what is not read, by its name; the value is then undefined.
-
-    Args:
-        others: methods that the family's own table reads.
+    Appends to `problems` what is not read, by its name, unless the family's own table reads the method (`others`).
     """
     section = values.get("quantization_config")
     method = section.get("quant_method") if section else None
@@ -95,27 +91,19 @@ def read_scales(values: Mapping[str, Any], problems: list[str], others: Collecti
     return Scales("_scale")
 
 
-def with_scales(entry: Entry, scales: Scales, stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> Entry:
-    """Turns an entry of matrices [out, in] into that of quantised ones, each with its scales.
-
-    Args:
-        stored: dtype and shape of each tensor in the files, by name; where a tensor is missing, its expected ones.
-    """
+def with_scales(entry: Entry, scales: Scales, stored: Mapping[str, Described]) -> Entry:
+    """Turns an entry of matrices [out, in] into that of quantised ones, with the scales that `stored` files have."""
     tensors, dtypes = {}, set()
     for name, shape in entry.tensors.items():
         own = stored.get(f"{name}{scales.suffix}")
-        tensors |= {name: shape, f"{name}{scales.suffix}": scales.shapes(shape, own and own[1])}
-        dtypes.add(stored.get(name, (_EIGHT_BITS[0], shape))[0])
+        tensors |= {name: shape, f"{name}{scales.suffix}": scales.shapes(shape, own and own.shape)}
+        dtypes.add(stored[name].dtype if name in stored else _EIGHT_BITS[0])
     shapes = list(entry.tensors.values())
     columns = shapes[0][1]
 
     def part(index: tuple[slice, ...], *parts: Any) -> np.ndarray:
-        return entry.part(
-            index, *(_Scaled(x, factors, scales) for x, factors in zip(parts[::2], parts[1::2], strict=True))
-        )
-
-    def values(index: tuple[slice, ...], *parts: Any) -> np.ndarray:
-        return entry.part(index, *parts[::2])
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return entry.part(index, *(_Scaled(x, factors, scales) for x, factors in pairs))
 
     def scale(group: int, index: tuple[slice, ...], *parts: Any) -> np.ndarray:
         factors = zip(parts[1::2], shapes, strict=True)
@@ -125,37 +113,25 @@ def with_scales(entry: Entry, scales: Scales, stored: Mapping[str, tuple[str, tu
     def split(_: np.ndarray) -> tuple[np.ndarray, ...]:
         raise ValueError("quantised weights are only read, not written; load an unquantised checkpoint")
 
-    packed = Packed(scales.block and math.gcd(scales.block, columns), values, scale)
+    group = scales.block and math.gcd(scales.block, columns)
+    packed = Packed(group, lambda index, *parts: entry.part(index, *parts[::2]), scale)
     return Entry(tensors, part, split, entry.dimensions, (*dtypes, *FLOATS), packed)
 
 
-def with_stored_scales(
-    table: dict[str, Entry], scales: Scales | None, stored: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> dict[str, Entry]:
-    """Gives scales to the entries whose tensors the files hold in 8 bits.
-
-    Args:
-        stored: dtype and shape of each tensor in the files, by name.
-    """
-    if scales is None:
-        return table
+def with_stored_scales(table: dict[str, Entry], scales: Scales, stored: Mapping[str, Described]) -> dict[str, Entry]:
+    """Gives scales to the entries whose tensors the files hold in 8 bits."""
 
     def is_quantised(entry: Entry) -> bool:
-        dtypes = {stored[name][0] for name, shape in entry.tensors.items() if name in stored and len(shape) == 2}
+        dtypes = {stored[name].dtype for name, shape in entry.tensors.items() if name in stored and len(shape) == 2}
         return entry.packed is None and bool(dtypes & set(_EIGHT_BITS))
 
     return {path: with_scales(x, scales, stored) if is_quantised(x) else x for path, x in table.items()}
 
 
 def scale_problems(table: Mapping[str, Entry], tensor: Callable[[str], Any]) -> list[str]:
-    """Lists the tensors of scales that are not finite, by name.
-
-    Args:
-        tensor: name -> the tensor, read when indexed.
-    """
-    names = [name for entry in table.values() for name in entry.tensors if name.endswith(_SUFFIXES)]
+    """Lists the tensors of scales that are not finite, by name; `tensor` opens one by its name."""
     problems = []
-    for name in names:
+    for name in (name for entry in table.values() for name in entry.tensors if name.endswith(_SUFFIXES)):
         x = np.asarray(tensor(name)[...])
         finite = x != _NAN_EXPONENT if x.dtype == np.uint8 else np.isfinite(x.astype(np.float32))
         if not finite.all():
@@ -163,11 +139,13 @@ def scale_problems(table: Mapping[str, Entry], tensor: Callable[[str], Any]) -> 
     return problems
 
 
+@dataclasses.dataclass(frozen=True)
 class _Scaled:
     """A matrix in 8 bits, multiplied out where indexed."""
 
-    def __init__(self, numbers: Any, factors: Any, scales: Scales) -> None:
-        self.numbers, self.factors, self.scales = numbers, factors, scales
+    numbers: Any
+    factors: Any
+    scales: Scales
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         numbers = self.numbers[index].astype(np.float32)
@@ -175,10 +153,6 @@ class _Scaled:
         if self.scales.block is None:
             rows = factors.reshape(-1, 1)
             return numbers * (rows[index[0]] if len(rows) > 1 else rows)
-        shape = self.shape
-        blocks = (np.arange(size)[part] // self.scales.block for size, part in zip(shape, index, strict=True))
+        sizes = zip(self.numbers.shape, index, strict=True)
+        blocks = (np.arange(size)[part] // self.scales.block for size, part in sizes)
         return numbers * factors[np.ix_(*blocks)]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(getattr(self.numbers, "shape", None) or self.numbers.get_shape())

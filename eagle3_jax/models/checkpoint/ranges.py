@@ -1,98 +1,81 @@
-"""Tensors of a safetensors file in a bucket, read by ranges: what `safetensors.safe_open` does for a local file.
+"""The files of a checkpoint's tensors, safetensors and GGUF, local or in a bucket; a tensor is read when it is indexed.
 
-The format: eight bytes with the header's size, the header in JSON, the tensors one behind the other
-(huggingface.co/docs/safetensors).
+A safetensors file has eight bytes with the header's size, the header in JSON, and the tensors one behind the other
+(huggingface.co/docs/safetensors). Its own library has no numpy arrays of FP8, and reads no buckets.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from eagle3_jax.models.checkpoint.gguf_file import GGUF, open_gguf
-from eagle3_jax.models.checkpoint.table import DTYPES
+from eagle3_jax.models.checkpoint.table import DTYPES, Described
 from eagle3_jax.runs import disk
 
 _LARGEST_HEADER = 100 << 20  # safetensors' own limit
 
 
-def open_tensors(path: disk.Path) -> Any:
-    """Opens a safetensors or GGUF file for `keys` and `get_slice`. Raises SafetensorError."""
+def open_tensors(path: disk.Path) -> tuple[dict[str, Described], Callable[[str], Any]]:
+    """Opens a file. Returns what it holds, and a function from a tensor's name to the tensor.
+
+    Raises:
+        SafetensorError: it is truncated, or another kind of file.
+    """
     if path.suffix == GGUF:
         return open_gguf(path)
-    return _Tensors(path) if disk.is_remote(path) else safe_open(path, framework="numpy")
+    size, remote = disk.size(path), disk.is_remote(path)
+    length = int.from_bytes(disk.read_range(path, 0, 8), "little") if size >= 8 else size
+    if not length <= min(size - 8, _LARGEST_HEADER):
+        raise SafetensorError(f"the header is larger than the file: {length} bytes of {size}")
+    start, end = 8 + length, 8 + length
+    try:
+        entries = json.loads(disk.read_range(path, 8, start))
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            begin, stop = (start + offset for offset in entry["data_offsets"])
+            dtype = DTYPES.get(entry["dtype"])  # of others the bits of a number are not known; they are refused by name
+            length = stop - begin if dtype is None else np.dtype(dtype).itemsize * math.prod(entry["shape"])
+            if stop != begin + length or not start <= begin <= stop:
+                raise SafetensorError(f"{name}: its place is not that of its shape")
+            end = max(end, stop)
+        found = {name: Described(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SafetensorError(f"not a header ({type(error).__name__}: {error})") from error
+    if end != size:
+        raise SafetensorError(f"got {size} bytes, expected {end}")
+    held = None if remote else np.asarray(np.memmap(path, np.uint8, "r"))
+
+    def tensor(name: str) -> Any:
+        dtype, shape = np.dtype(DTYPES[found[name].dtype]), found[name].shape
+        begin, stop = (start + offset for offset in entries[name]["data_offsets"])
+        return _Remote(path, begin, dtype, shape) if held is None else held[begin:stop].view(dtype).reshape(shape)
+
+    return found, tensor
 
 
-class _Tensors:
-    """A file in a bucket; only its header is read at the beginning."""
+class _Remote:
+    """A tensor in a bucket, read by whole rows when it is indexed; the rows of the last read are kept."""
 
-    def __init__(self, path: disk.Path) -> None:
-        size = disk.size(path)
-        length = int.from_bytes(disk.read_range(path, 0, 8), "little") if size >= 8 else size
-        if not length <= min(size - 8, _LARGEST_HEADER):
-            raise SafetensorError(f"the header is larger than the file: {length} bytes of {size}")
-        try:
-            self._entries = json.loads(disk.read_range(path, 8, 8 + length))
-            self._entries.pop("__metadata__", None)
-            self._path, self._start = path, 8 + length
-            for name, entry in self._entries.items():
-                begin, end = entry["data_offsets"]
-                bytes_each = np.dtype(DTYPES[entry["dtype"]]).itemsize
-                if end - begin != bytes_each * math.prod(entry["shape"]) or not 0 <= begin <= end <= size - 8 - length:
-                    raise SafetensorError(f"{name}: its place is not in the file")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SafetensorError(f"not a header ({type(error).__name__}: {error})") from error
+    def __init__(self, path: disk.Path, begin: int, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+        self.shape, row = shape, dtype.itemsize * math.prod(shape[1:])
 
-    def keys(self) -> Iterator[str]:
-        return iter(self._entries)
+        @functools.lru_cache(1)  # devices take columns of the same rows
+        def rows(start: int, stop: int) -> np.ndarray:
+            content = disk.read_range(path, begin + start * row, begin + stop * row)
+            return np.frombuffer(content, dtype).reshape(stop - start, *shape[1:])
 
-    def get_slice(self, name: str) -> _Slice:
-        if name not in self._entries:
-            raise SafetensorError(f"no tensor {name}")
-        entry = self._entries[name]
-        return _Slice(self._path, self._start + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
-
-    def __enter__(self) -> _Tensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-class _Slice:
-    """A tensor that is read when it is indexed, by whole rows; the rows of the last read are kept."""
-
-    def __init__(self, path: disk.Path, start: int, dtype: str, shape: tuple[int, ...]) -> None:
-        self._path, self._start, self._dtype, self._shape = path, start, dtype, shape
-        self._rows: tuple[int, int] | None = None
-        self._held = np.zeros(0)
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return self._dtype
+        self._rows = rows
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        index = index if isinstance(index, tuple) else (index,)
-        if not self._shape or not index or not isinstance(index[0], slice):
-            return self._read(0, self._shape[0] if self._shape else 1).reshape(self._shape)[index]
-        start, stop, step = index[0].indices(self._shape[0])
-        if step != 1:
-            return self._read(0, self._shape[0])[index]
-        return self._read(start, max(start, stop))[(slice(None), *index[1:])]
-
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        """Reads the rows `start` to `stop`."""
-        if self._rows != (start, stop):
-            dtype = np.dtype(DTYPES[self._dtype])
-            row = dtype.itemsize * math.prod(self._shape[1:])
-            content = disk.read_range(self._path, self._start + start * row, self._start + stop * row)
-            self._rows = (start, stop)
-            self._held = np.frombuffer(content, dtype).reshape(stop - start, *self._shape[1:])
-        return self._held
+        rows, *others = index if isinstance(index, tuple) else (index,)
+        if not self.shape or not isinstance(rows, slice) or rows.step not in (None, 1):
+            return self._rows(0, self.shape[0] if self.shape else 1).reshape(self.shape)[index]
+        start, stop, _ = rows.indices(self.shape[0])
+        return self._rows(start, max(start, stop))[(slice(None), *others)]

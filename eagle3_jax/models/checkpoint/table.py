@@ -1,4 +1,4 @@
-"""Entries of weight tables: the checkpoint tensors of one parameter, how to combine them, and how to split it again.
+"""Entries of weight tables: the checkpoint tensors of one parameter, how to combine them, to split it, to check them.
 
 Names and shapes are those on disk: Hugging Face's, projections [out, in], as in torch.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -23,6 +24,7 @@ DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
 } | {f"{letter}{bits}": np.dtype(f"{letter.lower()}{bits // 8}") for letter in "IU" for bits in (8, 16, 32, 64)}
 FLOATS = ("F64", "F32", "F16", "BF16")
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,7 @@ class Packed:
         group: consecutive inputs that share a scale in the checkpoint; None: all of them.
         values: (an index of the parameter, the tensors) -> that part of the values.
         scale: (inputs that share a scale in memory, a divisor of `group`; an index of the scale; the tensors) -> that
-            part of the scale, float32.
-        offset: as `scale`; None: there are none.
+            part of the scale, float32. offset: the same; None: there are none.
     """
 
     group: int | None
@@ -144,14 +145,9 @@ def stacked(names: Sequence[str], *shape: int, fused: tuple[str, int, int] | Non
 
 
 def qkv(config: Any, attention: str, columns: int) -> Entry:
-    """Fuses queries [heads * d, in], keys and values [kv_heads * d, in] -> [in, kv_heads * (group + 2) * d].
+    """Fuses queries [heads * d, columns], keys and values [kv_heads * d, columns], whose names begin with `attention`.
 
-    A KV head's queries, key and value lie side by side.
-
-    Args:
-        config: has `num_attention_heads`, `num_key_value_heads` and `head_dim`.
-        attention: prefix of the three names.
-        columns: the size `in`.
+    To [columns, kv_heads * (group + 2) * d]: a KV head's queries, key and value lie side by side.
     """
     kv_heads, d = config.num_key_value_heads, config.head_dim
     group = config.num_attention_heads // kv_heads
@@ -198,3 +194,43 @@ def qkv_bias(config: Any, attention: str) -> Entry:
 def functions_of(array: Any) -> Any:
     """Returns the functions for an array: numpy, or jax.numpy."""
     return array.__array_namespace__()
+
+
+class Described(NamedTuple):
+    """A tensor that is not read yet; its dtype is one of safetensors' names."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def not_floats(name: str, dtype: Any) -> str | None:
+    """Returns the dtype that was expected of a tensor; None if it is of floats, as it should be."""
+    return None if jnp.issubdtype(dtype, np.floating) else "floating point"
+
+
+def tensor_problems(
+    found: Mapping[str, Any],
+    expected: Shapes,
+    optional: Shapes | None = None,
+    other_dtype: Callable[[str, Any], str | None] = not_floats,
+) -> list[str]:
+    """Lists every tensor that is missing, surplus, of a wrong shape or dtype, or not finite, by name.
+
+    Args:
+        found: arrays, or `Described` tensors; numpy's arrays alone are searched for NaN and infinity.
+        expected: shapes of the tensors that must be there. optional: of those that may.
+        other_dtype: see `not_floats`.
+    """
+    known = {**expected, **(optional or {})}
+    problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    problems += [f"surplus tensor {name}" for name in sorted(found.keys() - known.keys())]
+    for name, shape in known.items():
+        if (tensor := found.get(name)) is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            problems.append(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}")
+        elif wanted := other_dtype(name, tensor.dtype):
+            problems.append(f"{name}: got dtype {tensor.dtype}, expected {wanted}")
+        elif isinstance(tensor, np.ndarray) and tensor.dtype.kind not in "iub" and not np.isfinite(tensor).all():
+            problems.append(f"{name}: got NaN or infinity, expected finite numbers")
+    return problems

@@ -5,20 +5,19 @@ Names are those of Tunix's `models/{llama3,qwen2,qwen3}/params.py` and of MaxTex
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.mesh import shardings
-from eagle3_jax.models.checkpoint.check import tensor_problems
 from eagle3_jax.models.checkpoint.load import WeightsError, parameter_path
+from eagle3_jax.models.checkpoint.table import tensor_problems
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.shapes import shapes_of
@@ -62,15 +61,8 @@ _TUNIX, _MAXTEXT = 1, 2
 _STACKED = "decoder/layers/"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """Where one tensor comes from.
-
-    Attributes:
-        name: its name in the pytree.
-        shape: the shape expected there.
-        take: that array -> the tensor; a transpose, a reshape, perhaps a layer of a stack.
-    """
+class _Source(NamedTuple):
+    """A tensor's name and expected shape in the pytree, and what makes the tensor of the array there."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,16 +70,14 @@ class _Source:
 
 
 def target_of(weights: Any, config: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh | None = None) -> TargetModel:
-    """Makes a target of weights in memory; `load_model` makes one of a folder.
-
-    One program does it on the devices, into new arrays: weights that lie there do not pass through the host.
+    """Makes a target of weights in memory, by one program on the devices, into new arrays.
 
     Args:
         weights: a `TargetModel` of this config, or a pytree of float arrays: a dict from Hugging Face's names to
             tensors (any family); the parameters of a Tunix or MaxText model (Llama, Qwen 2 and 3), layers stacked or
-            not.
+            not. They lie on the mesh's devices or on the host.
         dtype: dtype of the parameters; weights of another float dtype are cast.
-        mesh: shards the target; the weights lie on its devices or on the host. None is the default device.
+        mesh: shards the target; None is the default device.
 
     Raises:
         WeightsError: every missing, surplus and wrongly shaped array, and those that are no floats or not finite, by
@@ -118,8 +108,7 @@ def _program(config: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh | None) ->
         sources = _sources(found, config)
 
         def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            name = parameter_path(path)
-            if name in sources:
+            if (name := parameter_path(path)) in sources:
                 return found[name].astype(leaf.dtype)
             tensors = (sources[x].take(found[sources[x].name]) for x in table[name].tensors)
             return table[name].whole(*tensors).astype(leaf.dtype)
@@ -135,9 +124,7 @@ def _abstract(config: ModelConfig, dtype: Any) -> Any:
     return shapes_of(lambda rngs: family_of(config).model(config, dtype=dtype, rngs=rngs))
 
 
-@jax.jit
-def _finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x).all()
+_finite = jax.jit(lambda x: jnp.isfinite(x).all())
 
 
 def _sources(found: Mapping[str, Any], config: ModelConfig) -> dict[str, _Source]:
@@ -156,7 +143,7 @@ def _sources(found: Mapping[str, Any], config: ModelConfig) -> dict[str, _Source
             sources["lm_head.weight"] = _Source("lm_head.weight", table["model.embed_tokens.weight"])
         return sources
     for engine in (_TUNIX, _MAXTEXT):
-        ((embedding, _),) = (row[engine] for row in _NAMES[:1])
+        embedding, _ = _NAMES[0][engine]
         if (held := next((name for name in found if name.endswith(embedding)), None)) is not None:
             prefix = held.removesuffix(embedding)
             return {name: _source(name, shape, engine, prefix, found, config) for name, shape in table.items()}
@@ -174,14 +161,8 @@ def _source(
         raise WeightsError(f"weights: got names of {('', 'Tunix', 'MaxText')[engine]}, which has none for {name}")
     (_, ours), (theirs, axes) = row[0], row[engine]
     c = config
-    sizes = {
-        "V": c.vocab_size,
-        "D": c.hidden_size,
-        "N": c.num_attention_heads,
-        "K": c.num_key_value_heads,
-        "H": c.head_dim,
-        "F": c.intermediate_size,
-    }
+    sizes = dict(V=c.vocab_size, D=c.hidden_size, N=c.num_attention_heads, K=c.num_key_value_heads)
+    sizes |= dict(H=c.head_dim, F=c.intermediate_size)
     there = tuple(sizes[axis] for axis in axes)
     stacked = engine == _MAXTEXT and layer and any(key.startswith(prefix + _STACKED) for key in found)
     own = prefix + (theirs.replace("layers_#", "layers") if stacked else theirs.replace("#", layer))

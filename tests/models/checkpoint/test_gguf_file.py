@@ -14,11 +14,10 @@ import tiny_families
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFReader, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
-from test_gguf_blocks import blocks_of
 
-from eagle3_jax import DraftTree, Engine, SamplingParams
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint.fetch import TargetError, load_target, read_config
+from eagle3_jax.models.checkpoint.gguf_blocks import KINDS, multiplied_out
 from eagle3_jax.models.checkpoint.gguf_file import hf_name, open_gguf
 from eagle3_jax.models.checkpoint.load import WeightsError
 from eagle3_jax.models.families import FAMILIES, family_of
@@ -40,6 +39,28 @@ MIXTURES = {
     "Q4_K_M": {r"v_proj|down_proj|embed|lm_head": "Q6_K", r"": "Q4_K"},
     "Q2_K": {r"v_proj|o_proj": "Q3_K", r"embed|lm_head": "Q6_K", r"": "Q2_K"},
 }
+
+
+def blocks_of(name: str, rows: int, blocks: int) -> np.ndarray:
+    """Random blocks; their float16 scales are finite."""
+    kind, rng = KINDS[name], np.random.default_rng(0)
+    data = rng.integers(0, 256, (rows, blocks, kind.bytes), np.uint8)
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    places |= {"Q4_1": (0, 2), "Q5_1": (0, 2)}
+    for place in places.get(name, (0,)):
+        scales = rng.normal(0, 1, (rows, blocks, 1)).astype(np.float16)
+        data[..., place : place + 2] = scales.view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_values_scales_and_offsets_stand_for_what_ggml_says(name):
+    data, kind = blocks_of(name, 3, 4), KINDS[name]
+    values, scale, offset = kind.read(data)
+    assert values.shape == (3, 4 * kind.size) and scale.shape == (3, 4 * kind.size // kind.group)
+    assert kind.bits == 8 or (values.min() >= -8 and values.max() <= 7)
+    expected = dequantize(data, GGMLQuantizationType[name])
+    np.testing.assert_allclose(multiplied_out(values, scale, offset), expected, rtol=1e-6, atol=1e-5)
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -141,9 +162,8 @@ def test_it_is_the_target_of_its_numbers_and_keeps_their_bits(tmp_path, name, mi
 
 def test_what_was_read_is_not_kept_beside_the_model(tmp_path):
     write(tmp_path, "qwen3", "Q8_0")
-    with open_gguf(tmp_path / "blocks/model.gguf") as file:
-        tensors = [x for x in map(file.get_slice, file.keys()) if x.kind is not None]
-        read = [weakref.ref(x.parts(slice(None))[1]) for x in tensors]
+    found, tensor = open_gguf(tmp_path / "blocks/model.gguf")
+    read = [weakref.ref(x.parts(slice(None))[1]) for x in map(tensor, found) if x.kind is not None]
     gc.collect()
     assert len(read) > 8 and sum(x() is not None for x in read) <= 3
 
@@ -187,7 +207,7 @@ def test_what_is_not_read_is_refused_by_its_name(tmp_path):
             target_of(blocks)
     (blocks / "model.gguf").write_bytes(content)
     shutil.copy(blocks / "model.gguf", blocks / "other.gguf")
-    with pytest.raises(WeightsError, match="got 2 GGUF files, expected one"):
+    with pytest.raises(WeightsError, match="got model.gguf, other.gguf, expected one"):
         target_of(blocks)
     (blocks / "other.gguf").unlink()
     config = json.loads((blocks / "config.json").read_text())

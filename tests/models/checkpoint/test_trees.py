@@ -64,32 +64,26 @@ def projections(model: TargetModel) -> tuple[dict[str, np.ndarray], dict[str, np
 
 
 def tunix(model: TargetModel) -> dict[str, Any]:
-    """As `nnx.state(model).to_pure_dict()` of Tunix's models: lists of layers are dicts by number."""
+    """As the flat `nnx.state(model).to_pure_dict()` of Tunix's models: lists of layers are dicts by number."""
     split, rest = projections(model)
     named = split | rest
-    tree: dict[str, Any] = {
-        "embedder": {"input_embedding": named["model.embed_tokens.weight"]},
-        "final_norm": {"w": named["model.norm.weight"]},
-        "layers": {},
-    }
+    tree = {"embedder/input_embedding": named["model.embed_tokens.weight"], "final_norm/w": named["model.norm.weight"]}
     if "lm_head.weight" in named:
-        tree["lm_head"] = {"w": named["lm_head.weight"]}
+        tree["lm_head/w"] = named["lm_head.weight"]
     for i in range(model.config.num_hidden_layers):
-        of = f"model.layers.{i}."
-        attention: dict[str, Any] = {f"{x}_proj": {"w": named[f"{of}self_attn.{x}_proj.weight"]} for x in "qkvo"}
-        for x in "qk":
-            if f"{of}self_attn.{x}_norm.weight" in named:
-                attention[f"{x}_norm"] = {"w": named[f"{of}self_attn.{x}_norm.weight"]}
-        for x in "qkv":
-            if f"{of}self_attn.{x}_proj.bias" in named:
-                attention[f"{x}_bias"] = named[f"{of}self_attn.{x}_proj.bias"]
-        tree["layers"][i] = {
-            "input_layernorm": {"w": named[f"{of}input_layernorm.weight"]},
-            "post_attention_layernorm": {"w": named[f"{of}post_attention_layernorm.weight"]},
-            "attn": attention,
-            "mlp": {f"{x}_proj": {"kernel": named[f"{of}mlp.{x}_proj.weight"]} for x in ("gate", "up", "down")},
-        }
+        to, of = f"layers/{i}", f"model.layers.{i}."
+        names = {f"{x}_layernorm/w": f"{x}_layernorm.weight" for x in ("input", "post_attention")}
+        names |= {f"attn/{x}_proj/w": f"self_attn.{x}_proj.weight" for x in "qkvo"}
+        names |= {f"attn/{x}_norm/w": f"self_attn.{x}_norm.weight" for x in "qk"}
+        names |= {f"attn/{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
+        names |= {f"mlp/{x}_proj/kernel": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+        tree |= {f"{to}/{theirs}": named[of + ours] for theirs, ours in names.items() if of + ours in named}
     return tree
+
+
+NORMS = {"pre": "input", "post": "post_attention"}
+MLP = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
+ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
 
 
 def maxtext(model: TargetModel, *, stacked: bool) -> dict[str, Any]:
@@ -100,35 +94,32 @@ def maxtext(model: TargetModel, *, stacked: bool) -> dict[str, Any]:
     def neighbours(x: np.ndarray) -> np.ndarray:
         return np.stack(np.split(x, 2, axis=-1), axis=-1).reshape(x.shape)
 
-    layers = []
+    layers: list[dict[str, np.ndarray]] = []
     for i in range(c.num_hidden_layers):
-        of = f"model.layers.{i}."
-        q, k, v, o = (named[f"{of}self_attn.{x}_proj.weight"] for x in "qkvo")
+        own = {name.removeprefix(f"model.layers.{i}."): x for name, x in named.items() if f".layers.{i}." in name}
+        layer = {f"{x}_self_attention_layer_norm/scale": own[f"{y}_layernorm.weight"] for x, y in NORMS.items()}
+        layer |= {f"mlp/{x}/kernel": own[f"mlp.{y}_proj.weight"] for x, y in MLP.items()}
+        for x, y in ATTENTION.items():
+            layer[f"self_attention/{x}/kernel"] = own[f"self_attn.{y}_proj.weight"]
+            if f"self_attn.{y}_proj.bias" in own:
+                layer[f"self_attention/{x}/bias"] = own[f"self_attn.{y}_proj.bias"].reshape(-1, c.head_dim)
+            if f"self_attn.{y}_norm.weight" in own:
+                layer[f"self_attention/{x}_norm/scale"] = own[f"self_attn.{y}_norm.weight"]
         if c.architecture == "LlamaForCausalLM":
-            q, k = neighbours(q) / np.float32(c.head_dim**0.5), neighbours(k)
-        attention = {name: {"kernel": x} for name, x in (("query", q), ("key", k), ("value", v), ("out", o))}
-        for x, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            if f"{of}self_attn.{x}_proj.bias" in named:
-                attention[name]["bias"] = named[f"{of}self_attn.{x}_proj.bias"].reshape(-1, c.head_dim)
-            if f"{of}self_attn.{x}_norm.weight" in named:
-                attention[f"{name}_norm"] = {"scale": named[f"{of}self_attn.{x}_norm.weight"]}
-        mlp = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
-        layers.append(
-            {
-                "pre_self_attention_layer_norm": {"scale": named[f"{of}input_layernorm.weight"]},
-                "post_self_attention_layer_norm": {"scale": named[f"{of}post_attention_layernorm.weight"]},
-                "self_attention": attention,
-                "mlp": {name: {"kernel": named[f"{of}mlp.{x}_proj.weight"]} for name, x in mlp.items()},
-            }
-        )
-    decoder: dict[str, Any] = {"decoder_norm": {"scale": named["model.norm.weight"]}}
+            q, k = (layer[f"self_attention/{x}/kernel"] for x in ("query", "key"))
+            layer["self_attention/query/kernel"] = neighbours(q) / np.float32(c.head_dim**0.5)
+            layer["self_attention/key/kernel"] = neighbours(k)
+        layers.append(layer)
+    tree = {"token_embedder/embedding": named["model.embed_tokens.weight"]}
+    tree["decoder/decoder_norm/scale"] = named["model.norm.weight"]
     if "lm_head.weight" in named:
-        decoder["logits_dense"] = {"kernel": named["lm_head.weight"]}
+        tree["decoder/logits_dense/kernel"] = named["lm_head.weight"]
     if stacked:
-        decoder["layers"] = jax.tree.map(lambda *x: np.stack(x, axis=1 if x[0].ndim > 1 else -1), *layers)
+        whole = {name: np.stack([layer[name] for layer in layers], axis=1) for name in layers[0]}
+        tree |= {f"decoder/layers/{name}": x for name, x in whole.items()}
     else:
-        decoder |= {f"layers_{i}": layer for i, layer in enumerate(layers)}
-    return {"params": {"token_embedder": {"embedding": named["model.embed_tokens.weight"]}, "decoder": decoder}}
+        tree |= {f"decoder/layers_{i}/{name}": x for i, layer in enumerate(layers) for name, x in layer.items()}
+    return {f"params/{name}": x for name, x in tree.items()}
 
 
 TREES = {
@@ -176,11 +167,10 @@ def test_an_lm_head_that_is_tied_may_be_written_twice():
 def test_every_problem_is_named_as_the_caller_names_it():
     model = make("llama")
     weights = tunix(model)
-    layers = weights["layers"]
-    del layers[0]["mlp"]["up_proj"]
-    layers[1]["attn"]["q_proj"]["w"] = np.zeros((16, 4, 5), np.float32)
-    layers[1]["mlp"]["gate_proj"]["kernel"] = np.zeros((16, 24), np.int32)
-    layers[2]["more"] = np.zeros(3, np.float32)
+    del weights["layers/0/mlp/up_proj/kernel"]
+    weights["layers/1/attn/q_proj/w"] = np.zeros((16, 4, 5), np.float32)
+    weights["layers/1/mlp/gate_proj/kernel"] = np.zeros((16, 24), np.int32)
+    weights["layers/2/more"] = np.zeros(3, np.float32)
     with pytest.raises(WeightsError) as raised:
         trees.target_of(weights, model.config, jnp.float32)
     assert str(raised.value).splitlines() == [
@@ -191,7 +181,7 @@ def test_every_problem_is_named_as_the_caller_names_it():
         "  surplus tensor layers/2/more",
     ]
     weights = maxtext(model, stacked=True)
-    weights["params"]["decoder"]["layers"]["mlp"]["wo"]["kernel"][3, 1, 2] = np.nan
+    weights["params/decoder/layers/mlp/wo/kernel"][3, 1, 2] = np.nan
     with pytest.raises(WeightsError, match=r"params/decoder/layers/mlp/wo/kernel: got NaN or infinity"):
         trees.target_of(weights, model.config, jnp.float32)
     with pytest.raises(WeightsError, match=r"weights: got a/b, c ..., expected names of Hugging Face, Tunix, MaxText"):
