@@ -12,6 +12,7 @@ import safetensors.numpy
 import tiny
 from flax import nnx
 
+from eagle3_jax.formats.compatibility import Engines
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
@@ -123,6 +124,13 @@ def alter(folder: pathlib.Path, tensors: dict[str, Any] | None = None, **fields:
                 kind[name] = value
     safetensors.numpy.save_file(held, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def table(engines: Engines, title: str) -> str:
+    """The Markdown of a table of compatibility, as pages have it."""
+    rows = [(title, *engines.versions), ("---",) * (len(engines.versions) + 1)]
+    rows += [(name, *cells) for name, cells in engines.since.items()]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def assert_same(one: Draft, other: Draft) -> None:

@@ -10,7 +10,7 @@ class KindRow:
     """Where a kind of draft is written down.
 
     Attributes:
-        record: "module:name" of its `formats.kind.DraftKind`.
+        record: "module:name" of its `formats.kinds.DraftKind`.
         training: "module:name" of its `training.kinds.kind.Kind`; None: it is not trained.
         in_target: whether a target's own checkpoint may hold it: its name is then a draft, as a folder is.
     """

@@ -29,7 +29,7 @@ from eagle3_jax.export import check, publish, write_target
 from eagle3_jax.formats import heads, kinds
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.forms import FORMS, SPECULATORS
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.formats.stored import verifier
 from eagle3_jax.models.checkpoint.fetch import Target, load_target, packaged_model
 from eagle3_jax.models.checkpoint.identity import check_same_target

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HTTPError
 from eagle3_jax.config import CardConfig, RunConfig
 from eagle3_jax.formats import files, kinds
 from eagle3_jax.formats.forms import EAGLE3_JAX
-from eagle3_jax.formats.kind import DraftKind
+from eagle3_jax.formats.kinds import DraftKind
 from eagle3_jax.models.checkpoint.fetch import split_revision
 from eagle3_jax.runs import disk, manifest
 

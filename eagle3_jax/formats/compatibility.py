@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 
 SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
 _NO = (SILENT, FAILS, UNKNOWN)
@@ -22,11 +22,10 @@ class Engines:
 
     Attributes:
         versions: each engine, and the newest version whose code was read.
-        since: property of a head -> for each engine the first version known to run it, or the engine's behaviour
-            instead.
+        since: property of a head -> for each engine the first version that runs it, or what the engine does instead.
         readers: form -> the engines that read it; the first one decides which heads the form can hold.
-        used: (a head, a form) -> the rows that apply to it, each with its reason: field, got, expected. The reason is
-            "" where the row is not due to the head.
+        used: (a head, a form) -> the rows that apply to it, each with its reason: field, got, expected; "" where the
+            row is not due to the head.
         by_target: property of a target, whose hidden states an engine must capture -> as `since`.
     """
 
@@ -56,12 +55,6 @@ class Engines:
             else:
                 able.append(f"{engine} {max(cells.values(), key=_order)}")
         return "; ".join([f"served by {', '.join(able)} and later" if able else "served by no engine", *others])
-
-    def lines(self, title: str) -> list[str]:
-        """Makes the lines of a Markdown table of `since`, whose first column has this title."""
-        rows = [(title, *self.versions), ("---",) * (len(self.versions) + 1)]
-        rows += [(name, *cells) for name, cells in self.since.items()]
-        return ["| " + " | ".join(row) + " |" for row in rows]
 
     def _cells(self, engine: str, used: Mapping[str, str]) -> dict[str, str]:
         column, rows = list(self.versions).index(engine), {**self.since, **self.by_target}

@@ -9,15 +9,9 @@ import jax.numpy as jnp
 
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.files import DraftFormatError
-from eagle3_jax.formats.kind import DraftKind, Path
+from eagle3_jax.formats.kinds import DraftKind, Path
 from eagle3_jax.formats.tensors import canonical
-from eagle3_jax.models.checkpoint.fetch import (
-    Target,
-    TargetError,
-    fetch,
-    load_tokenizer,
-    read_config,
-)
+from eagle3_jax.models.checkpoint.fetch import Target, TargetError, fetch, load_tokenizer, read_config
 from eagle3_jax.models.checkpoint.identity import tokenizer_digest
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model, locate
 from eagle3_jax.models.drafts.head import Draft
@@ -42,10 +36,8 @@ def packaged_heads() -> list[str]:
 def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EXPECTED) -> pathlib.Path:
     """Returns the folder of a draft: the given one, or that of the model with this name.
 
-    Raises TargetError.
-
-    Args:
-        field: the field to name in errors. expected: the values allowed in this field, for errors.
+    Raises:
+        TargetError: there is none; `field` and `expected` are named in it.
     """
     if isinstance(draft, str):
         return disk.local(fetch(draft, field=field, expected=expected))
@@ -73,16 +65,13 @@ class _SmallerModel(DraftKind):
     def load(self, folder: pathlib.Path | None, target: Target, dtype: Any, token_map: Path | None = None) -> Draft:
         """See `DraftKind`; its vocabulary and tokenizer must be the target's. Raises also as `load_target` does."""
         assert folder is not None
-        shape = read_config(folder)
-        size = target.model.config.vocab_size
-        pairs = (
-            ("vocab_size", shape.vocab_size, size),
-            ("tokenizer", tokenizer_digest(load_tokenizer(folder)), target.identity["tokenizer"]),
-        )
+        shape, size = read_config(folder), target.model.config.vocab_size
+        got = {"vocab_size": shape.vocab_size, "tokenizer": tokenizer_digest(load_tokenizer(folder))}
+        expected = {"vocab_size": size, "tokenizer": target.identity["tokenizer"]}
         problems = [
-            f"{field}: got {got}, expected {expected}, the target's"
-            for field, got, expected in pairs
-            if got != expected
+            f"{field}: got {got[field]}, expected {expected[field]}, the target's"
+            for field in got
+            if got[field] != expected[field]
         ]
         if shape.recurrent:
             problems.append(f"architectures: got {shape.architecture}, whose layers keep a state; expected one without")

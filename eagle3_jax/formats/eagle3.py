@@ -13,12 +13,13 @@ from typing import Any
 from eagle3_jax.formats import fields
 from eagle3_jax.formats.compatibility import FAILS, SILENT, UNKNOWN, Engines
 from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS, SPECULATORS, form_of
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.formats.stored import StoredKind
 from eagle3_jax.formats.tensors import LAYER, LM_HEAD, Tensors, canonical, draft_table
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.families.vision import TEXT_OF
-from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
+from eagle3_jax.models.layers import LinearScaling, YarnScaling
+from eagle3_jax.models.rope import KINDS as ROPE_KINDS
 from eagle3_jax.models.rope import THETA
 from eagle3_jax.models.target_config import ModelConfig, default_aux_layers
 
@@ -121,25 +122,18 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
         if getattr(c, flag):
             yield f"`{flag}`", f"{flag}: got True, expected False"
     if form == SPECULATORS.name and (c.fc_norm or c.norm_output):
-        yield (
-            "either in the form `speculators`",
-            f"fc_norm, norm_output: got {c.fc_norm}, {c.norm_output}, expected False",
-        )
-    if isinstance(c.rope_scaling, RopeScaling):
-        yield "RoPE `llama3`", "rope_scaling: got 'llama3', expected none"
-    if isinstance(c.rope_scaling, LinearScaling):
-        yield "RoPE `linear`", "rope_scaling: got 'linear', expected none"
-        if c.rope_theta != THETA:
-            yield (
-                "RoPE `linear`, `rope_theta` not 10000",
-                f"rope_theta: got {c.rope_theta}, expected {THETA} where it is scaled",
-            )
+        flags = f"fc_norm, norm_output: got {c.fc_norm}, {c.norm_output}, expected False"
+        yield "either in the form `speculators`", flags
+    for name, scaling in ROPE_KINDS.items():
+        if isinstance(c.rope_scaling, scaling):
+            yield f"RoPE `{name}`", f"rope_scaling: got {name!r}, expected none"
+    if isinstance(c.rope_scaling, LinearScaling) and c.rope_theta != THETA:
+        base = f"rope_theta: got {c.rope_theta}, expected {THETA} where it is scaled"
+        yield "RoPE `linear`, `rope_theta` not 10000", base
     if isinstance(c.rope_scaling, YarnScaling):
-        yield "RoPE `yarn`", "rope_scaling: got 'yarn', expected none"
         if not c.rope_scaling.truncate:
             yield "RoPE `yarn`, `truncate` false", "rope_scaling.truncate: got False, expected True"
-        if c.rope_scaling.attention_factor is not None:
-            got = c.rope_scaling.attention_factor
+        if (got := c.rope_scaling.attention_factor) is not None:
             yield "RoPE `yarn`, `attention_factor`", f"rope_scaling.attention_factor: got {got}, expected none"
     if c.head_dim * c.num_attention_heads != c.hidden_size:
         plain = f"hidden_size / num_attention_heads = {c.hidden_size} / {c.num_attention_heads}"

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Collection
 from typing import Any
 
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.rope import is_positive, read_rope, write_rope
 
@@ -48,11 +48,9 @@ class Form:
         engines: the engines that read the form. The first one decides which heads the form can hold.
         architectures: names in config.json; the first is written, the others are the same network.
         layer: prefix of the names of the draft layer's tensors.
-        keys: as `LLAMA`; present: keys that must be present, even if null.
-        fixed: as `FIXED`.
-        flatten: config.json -> one flat object.
+        keys, fixed: as `LLAMA` and `FIXED`. present: keys that must be present, even if null.
         read_aux: a flat object -> the boundaries, None for the default; appends to a list of problems.
-        write: a head -> config.json.
+        write: a head -> config.json. flatten: config.json -> one flat object.
     """
 
     name: str
@@ -86,11 +84,9 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
     if len(problems) > known:
         return None
     head = DraftHeadConfig(**found, rope_theta=theta, rope_scaling=scaling, aux_layers=aux_layers)
-    count = values.get("num_aux_hidden_states")
-    if count is not None and count != head.num_aux_layers:
-        problems.append(
-            f"num_aux_hidden_states: got {count!r}, expected {head.num_aux_layers}, the number of aux layers"
-        )
+    if (count := values.get("num_aux_hidden_states")) not in (None, head.num_aux_layers):
+        expected = f"{head.num_aux_layers}, the number of aux layers"
+        problems.append(f"num_aux_hidden_states: got {count!r}, expected {expected}")
     if head.draft_vocab_size > head.vocab_size:
         problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {head.vocab_size}")
     return head
@@ -150,10 +146,7 @@ def llama(head: StoredHead) -> dict[str, Any]:
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "rms_norm_eps": c.rms_norm_eps,
+        **{key: getattr(c, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")},
         **write_rope(c.rope_theta, c.rope_scaling),
         "max_position_embeddings": c.max_position_embeddings,
         "vocab_size": c.vocab_size,
@@ -173,16 +166,12 @@ def draft_vocabulary(head: StoredHead) -> dict[str, Any]:
     return values if c.target_hidden_size == c.hidden_size else values | {"target_hidden_size": c.target_hidden_size}
 
 
-def flags(head: StoredHead, *names: str) -> dict[str, bool]:
-    """Writes those of the named flags that are on."""
-    return {name: True for name in names if getattr(head.config, name)}
-
-
 def _value_problems(key: str, value: Any) -> list[str]:
     kind = typing.get_type_hints(DraftHeadConfig)[key]
     if kind is bool:
-        return [] if isinstance(value, bool) else [f"{key}: got {value!r}, expected true or false"]
-    if kind is int:
-        is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        return [] if is_size else [f"{key}: got {value!r}, expected a positive integer"]
-    return [] if is_positive(value) else [f"{key}: got {value!r}, expected a positive number"]
+        fits, expected = isinstance(value, bool), "true or false"
+    else:
+        fits, expected = is_positive(value), "a positive number"
+        if kind is int:
+            fits, expected = fits and isinstance(value, int), "a positive integer"
+    return [] if fits else [f"{key}: got {value!r}, expected {expected}"]

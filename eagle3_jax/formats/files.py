@@ -11,15 +11,10 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from eagle3_jax.formats.tensors import Tensors, canonical
-from eagle3_jax.models.checkpoint.load import INDEX, WeightsError, read_index, save_tensors
+from eagle3_jax.models.checkpoint.load import INDEX, WEIGHTS, WeightsError, locate, save_tensors
 from eagle3_jax.runs import disk
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_CONVERT = (
-    'python -c \'import torch, safetensors.torch as s; loaded = torch.load("pytorch_model.bin", weights_only=True); '
-    f's.save_file({{k: v.contiguous() for k, v in loaded.items()}}, "{WEIGHTS}")\''
-)
+CONFIG = "config.json"
 
 
 class DraftFormatError(ValueError):
@@ -54,12 +49,16 @@ def read_tensors(folder: pathlib.Path, canonical: Callable[[str], str] = canonic
     """
     tensors: Tensors = {}
     problems: list[str] = []
-    for path, promised in _locate(folder).items():
+    try:
+        located = locate(folder)
+    except (WeightsError, disk.JsonError) as error:
+        raise DraftFormatError(str(error)) from error
+    for path in sorted(set(located.values())):
         try:
             loaded = safetensors.numpy.load_file(path)
         except (SafetensorError, KeyError) as error:
             raise DraftFormatError(f"{path}: truncated, or not safetensors of a known dtype ({error})") from error
-        for name in sorted(promised - loaded.keys()):
+        for name in sorted(name for name, other in located.items() if other == path and name not in loaded):
             problems.append(f"{path.name}: the index promises {name}, the file does not hold it")
         for name, tensor in loaded.items():
             if canonical(name) in tensors:
@@ -73,21 +72,3 @@ def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
     folder = pathlib.Path(folder)
     found = [path for pattern in (CONFIG, INDEX, "*.safetensors") for path in folder.glob(pattern)]
     return {path.name: disk.digest(path) for path in sorted(found)}
-
-
-def _locate(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
-    """Maps each file of weights to the tensors that the index places there; without an index, to none."""
-    if (folder / INDEX).exists():
-        try:
-            index = read_index(folder)
-        except (WeightsError, disk.JsonError) as error:
-            raise DraftFormatError(str(error)) from error
-        return {path: {name for name, file in index.items() if file == path} for path in sorted(set(index.values()))}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        found = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
-        hint = (
-            f"; {', '.join(found)}: pickles run code when read and are never read, convert to safetensors: {_CONVERT}"
-        )
-        raise DraftFormatError(f"{folder}: expected {WEIGHTS}{hint if found else ''}")
-    return {path: set() for path in files}

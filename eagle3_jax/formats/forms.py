@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle3_jax.formats import fields
 from eagle3_jax.formats.fields import AUX_LAYERS, FIXED, LLAMA, REQUIRED, Form, read_layers
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.formats.tensors import LAYER
 from eagle3_jax.models.layers import LinearScaling
 
@@ -42,7 +42,7 @@ def _read_aux_sglang(values: dict[str, Any], problems: list[str]) -> tuple[int, 
 
 def _write_sglang(head: StoredHead) -> dict[str, Any]:
     values = {"architectures": [SGLANG.architectures[0]], **fields.llama(head), **fields.draft_vocabulary(head)}
-    values |= fields.flags(head, "fc_norm", "norm_output", "norm_before_fc")
+    values |= {flag: True for flag in _FLAGS if getattr(head.config, flag)}
     values |= {"draft_vocab_size": None} if head.tied else {}
     if head.config.aux_layers is not None:
         outputs = [boundary - 1 for boundary in head.config.aux_layers]
@@ -84,7 +84,7 @@ def _count(head: StoredHead) -> dict[str, int]:
 
 def _write_vllm(head: StoredHead) -> dict[str, Any]:
     values = {"architectures": [VLLM.architectures[0]], **fields.llama(head), **fields.draft_vocabulary(head)}
-    values |= fields.flags(head, *_FLAGS)
+    values |= {flag: True for flag in _FLAGS if getattr(head.config, flag)}
     if head.config.aux_layers is not None:
         values |= {AUX_LAYERS: list(head.config.aux_layers), **_count(head)}
     return values
@@ -137,12 +137,17 @@ def _write_speculators(head: StoredHead) -> dict[str, Any]:
         **({} if layers is None else {AUX_LAYERS: list(layers)}),
         "tie_word_embeddings": False,
         "transformer_layer_config": fields.llama(head) | _count(head),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _SPECULATIVE_TOKENS}],
-            "verifier": head.verifier or {"name_or_path": None, "architectures": []},
-        },
+        "speculators_config": speculation("eagle3", _SPECULATIVE_TOKENS, head.verifier),
+    }
+
+
+def speculation(algorithm: str, drafts: int, verifier: dict[str, Any] | None) -> dict[str, Any]:
+    """Writes how speculators drafts with a head of any kind."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
+        "verifier": verifier or {"name_or_path": None, "architectures": []},
     }
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from eagle3_jax.formats import draft_models, kinds
 from eagle3_jax.formats.files import DraftFormatError
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.identity import COPY, check_same_target
 from eagle3_jax.models.drafts.head import Draft
@@ -33,13 +33,13 @@ def load_draft(
     exact: bool = False,
     token_map: str | pathlib.Path | None = None,
 ) -> Draft:
-    """Loads the draft for `target`, of any kind (`config.kinds.KINDS`): a head in any of `FORMS`, or a smaller model.
+    """Loads the draft for `target`, of any kind (`config.kinds.KINDS`), onto the default device.
 
     Accepts the engines' variants: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
     LM head (the target's rows of the draft vocabulary).
 
     Args:
-        folder: the folder of a head; or of a model of any family of targets, or its name (see `load_target`).
+        folder: the folder of a head in any of `FORMS`; or of a model of any family of targets, or its name.
         target: the model to draft for. The manifest beside a head of `export` names the target of its training. Another
             tokenizer is refused, and other aux layers are, but for a head that names its own, at which the target is
             observed; other weights or another chat template (`identity.COPY`) are logged as a warning. Only shapes are
@@ -47,9 +47,6 @@ def load_draft(
         dtype: dtype of the loaded weights.
         exact: refuses other weights and another chat template too.
         token_map: the tokens that a head of EAGLE-2 drafts (FR-Spec), see `eagle2.token_maps.read`; None is all.
-
-    Returns:
-        The head with its draft vocabulary, on the default device, for `Engine` and `decoding.rounds.generate`.
 
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name;
@@ -62,22 +59,18 @@ def load_draft(
         trained_with = manifest.read(folder, "export")["identity"].get("target")
         free = {*COPY, "aux_layers"} if kind.own_layers else COPY
         check_same_target(folder, trained_with, target.identity, but=() if exact else free)
-        _warn_of_a_copy(folder, trained_with, target)
+        others = [words for field, words in COPY.items() if trained_with.get(field) != target.identity[field]]
+        if others:
+            _log.warning(
+                "draft %s: a head of %s, trained with %s than those of %s; fewer drafts may be accepted, the tokens "
+                "stay exact",
+                *(folder, trained_with.get("name"), " and ".join(others), target.identity["name"]),
+            )
     if token_map is not None and kind.token_map is None:
         raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} is a draft of {kind.label}")
     if kind.needs_weights and not isinstance(target, Target):
         raise DraftFormatError(f"{folder}: a draft of {kind.label}, expected a loaded target")
     return kind.load(folder, target, dtype, token_map)
-
-
-def _warn_of_a_copy(folder: pathlib.Path, trained_with: dict[str, Any], target: Target) -> None:
-    others = [words for field, words in COPY.items() if trained_with.get(field) != target.identity[field]]
-    if others:
-        _log.warning(
-            "draft %s: a head of %s, trained with %s than those of %s; fewer drafts may be accepted, the tokens stay "
-            "exact",
-            *(folder, trained_with.get("name"), " and ".join(others), target.identity["name"]),
-        )
 
 
 def save_draft(
@@ -89,11 +82,9 @@ def save_draft(
     form: str = "sglang",
     target_name: str | None = None,
 ) -> None:
-    """Writes a head to `folder`, atomically.
+    """Writes a head for `target` to a new `folder`, atomically.
 
     Args:
-        folder: must not exist yet.
-        target: the model that the head drafts for.
         dtype: dtype of the stored weights, "float32" or "bfloat16".
         form: one of `FORMS`.
         target_name: hub id or folder, for the form that names it (speculators).
@@ -121,5 +112,4 @@ def read(folder: str | pathlib.Path, target: Target | ModelConfig | None = None)
     Raises:
         DraftFormatError: every problem at once; a draft that has no other form (a model, a head of EAGLE-2, MTP).
     """
-    folder = pathlib.Path(folder)
-    return kinds.of_folder(folder).read(folder, target)
+    return kinds.of_folder(pathlib.Path(folder)).read(pathlib.Path(folder), target)

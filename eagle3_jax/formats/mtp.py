@@ -19,8 +19,8 @@ import numpy as np
 
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.files import DraftFormatError
-from eagle3_jax.formats.kind import DraftKind, Path, StoredHead
-from eagle3_jax.formats.stored import filled
+from eagle3_jax.formats.kinds import DraftKind, Path, StoredHead
+from eagle3_jax.formats.stored import filled, to_tensors
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target, read_config
@@ -90,12 +90,6 @@ def _unquantised(shape: ModelConfig) -> ModelConfig:
     return dataclasses.replace(shape, fp8=False) if isinstance(shape, DeepseekV3Config) else shape
 
 
-def _is_mine(folder: pathlib.Path, values: dict[str, Any]) -> bool:
-    """Tells of a folder that is no whole model by the target's name in its config.json."""
-    known = {shape.architecture for shape in _LAYERS}
-    return fields.architecture(values) in known and "draft_vocab_size" not in values
-
-
 class MtpKind(DraftKind):
     """See `DraftKind`. A layer has the names of its target's checkpoint, unquantised, without the LM head."""
 
@@ -115,14 +109,15 @@ class MtpKind(DraftKind):
 
     def stored(self, draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> StoredHead:
         """See `DraftKind`; biases of a router stay float32."""
-        shape, tensors = _unquantised(target), {}
-        dtypes = jax.tree_util.tree_leaves_with_path(abstract(target, jnp.dtype(dtype)))
-        wanted = {parameter_path(path): leaf.dtype for path, leaf in dtypes}
-        for path, value in jax.tree_util.tree_leaves_with_path(draft.head):
-            if entry := _table(shape).get(name := parameter_path(path)):  # not the LM head
-                split = entry.split(np.asarray(value).astype(wanted[name]))
-                tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, split), strict=True))
-        return StoredHead(self, shape, tensors, np.asarray(draft.token_ids, np.int64))
+        shape, problems = _unquantised(target), []
+        leaves = jax.tree_util.tree_leaves_with_path(abstract(target, jnp.dtype(dtype)))
+        wanted = {parameter_path(path): leaf.dtype for path, leaf in leaves}
+        head = jax.tree.map(lambda leaf: leaf, draft.head)
+        if hasattr(head, "lm_head"):  # the target's
+            del head.lm_head
+        tensors = to_tensors(head, _table(shape), wanted.__getitem__, problems)
+        ids = np.asarray(draft.token_ids, np.int64)
+        return StoredHead(self, shape, tensors, ids, problems=tuple(problems))
 
     def write(self, folder: pathlib.Path, head: StoredHead, form: str) -> None:
         """See `DraftKind`; `form` is the engine that reads it, "sglang" or "vllm"."""
@@ -131,6 +126,8 @@ class MtpKind(DraftKind):
         if form not in able:
             why = _REFUSED.get((type(shape), form), "the form has no MTP layers")
             raise DraftFormatError(f"export.format: got {form!r}, expected {' or '.join(map(repr, able))}: {why}")
+        if head.problems:
+            raise DraftFormatError("this layer cannot be saved:\n  " + "\n  ".join(head.problems))
         files.write(folder, shape.to_hf() | {"num_nextn_predict_layers": 1, "torch_dtype": str(dtype)}, head.tensors)
         tensors, _ = files.read_tensors(folder, str)
         found = StoredHead(self, _shape_of(folder, shape), tensors, head.token_ids)
@@ -144,7 +141,10 @@ MTP = MtpKind(
     network=MtpHead,
     method="mtp",
     algorithm="NEXTN",
-    is_mine=_is_mine,
+    # A whole model of this name is recognised first.
+    is_mine=lambda folder, values: (
+        fields.architecture(values) in {shape.architecture for shape in _LAYERS} and "draft_vocab_size" not in values
+    ),
     shape=lambda draft, target: abstract(target, jnp.float32, "draft.kind").config,
     needs_weights=True,
 )

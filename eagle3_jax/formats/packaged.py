@@ -35,15 +35,11 @@ def load_packaged(target: Target, dtype: Any) -> Draft | None:
 
 
 def chosen_draft(draft: str | None, export: disk.Path, target: Target) -> tuple[str, pathlib.Path | None]:
-    """Resolves the draft of a verb.
+    """Resolves the draft of a verb: as `Engine.load` takes it; and the folder of the head, if it has one.
 
     Args:
-        draft: a folder or a model's name, "auto", "mtp" or "lookup"; None is the run's own head or, without one,
-            "auto".
-        export: folder of the run's own head.
-
-    Returns:
-        The draft, as `Engine.load` takes it; and the folder of the head, None for "lookup" and "mtp".
+        draft: a folder or a model's name, "auto", "mtp" or "lookup"; None is the run's own head, in the folder
+            `export`, or without one "auto".
 
     Raises:
         ManifestError: the run's export is unfinished, or absent while this package has no head for the target.
@@ -59,19 +55,13 @@ def chosen_draft(draft: str | None, export: disk.Path, target: Target) -> tuple[
         return draft, None
     if draft != AUTO:
         return draft, draft_models.resolve(draft)
-    folder = packaged_head(target)
-    if folder is None:
+    if (folder := packaged_head(target)) is None:
         expected = f"a head's folder or 'lookup': no packaged head for {target.identity['name']}"
         raise ValueError(f"draft: got 'auto', expected {expected}")
     return AUTO, folder
 
 
 def draft_identity(draft: str, folder: pathlib.Path | None, token_map: str | None) -> dict[str, Any]:
-    """Identifies a draft in a measurement's manifest: its name, and digests of the head's files and the token map.
-
-    Args:
-        draft, folder: see `chosen_draft`.
-    """
-    digests = folder and files.file_digests(folder)
+    """Identifies what `chosen_draft` returns in a measurement's manifest, by digests of files and of the token map."""
     mapped = {} if token_map is None else {"token_map": kinds.token_map_digest(token_map)}
-    return {"folder": draft, "files": digests, **mapped}
+    return {"folder": draft, "files": folder and files.file_digests(folder), **mapped}

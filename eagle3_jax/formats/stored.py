@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from eagle3_jax.formats import draft_vocabulary, files
+from eagle3_jax.formats import files
 from eagle3_jax.formats.compatibility import Engines
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS
-from eagle3_jax.formats.kind import AnyTarget, DraftKind, Path, StoredHead
-from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, head_problems
+from eagle3_jax.formats.kinds import AnyTarget, DraftKind, Path, StoredHead
+from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, head_problems, ids_problems, vocabulary_tensors
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import fetch, parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
@@ -30,10 +30,6 @@ from eagle3_jax.models.target_config import ModelConfig, default_aux_layers, wit
 _ROWS = 8192  # rows of embeddings compared at a time: the whole table may fill most of a device
 
 
-def _same(x: Any, _: Any) -> Any:
-    return x
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredKind(DraftKind):
     """See `DraftKind`.
@@ -43,9 +39,7 @@ class StoredKind(DraftKind):
             `config` among them; None, with the reasons appended to `problems`, if that fails.
         table: config -> the tensors of each parameter path; `lm_head` may be left out.
         values: (a head, a form) -> config.json.
-        engines: which engines run which heads.
-        canonical: translates a tensor's name in a folder to the one in the table.
-        spelled: (a tensor's name in the table, a form) -> its name there.
+        canonical: a tensor's name in a folder -> the one in the table. spelled: (that, a form) -> its name there.
         on_disk: (config, target) -> the config as it is written down.
         contradictions: lists the fields of a config that contradict each other.
         drafts: config -> see `block`.
@@ -57,8 +51,8 @@ class StoredKind(DraftKind):
     values: Callable[[StoredHead, str], dict[str, Any]]
     engines: Engines
     canonical: Callable[[str], str] = str
-    spelled: Callable[[str, str], str] = _same
-    on_disk: Callable[[Any, ModelConfig], Any] = _same
+    spelled: Callable[[str, str], str] = lambda name, form: name
+    on_disk: Callable[[Any, ModelConfig], Any] = lambda config, target: config
     contradictions: Callable[[Any], list[str]] = lambda config: []
     drafts: Callable[[Any], int] | None = None
     shares_lm_head: bool = True
@@ -74,9 +68,7 @@ class StoredKind(DraftKind):
             ("hidden_size", config.hidden_size, target.hidden_size),  # the head reads the target's embeddings
         ]
         pairs += [] if self.own_layers else [("aux layers (boundaries)", aux_layers, target.aux_layers)]
-        problems = [
-            f"{field}: got {got}, expected {wanted}, the target's" for field, got, wanted in pairs if got != wanted
-        ]
+        problems = [f"{field}: got {got}, expected {its}, the target's" for field, got, its in pairs if got != its]
         for shift, hint in ((1, "less, as SGLang counts: layers, by their outputs"), (-1, "more, as if counted twice")):
             if not self.own_layers and tuple(boundary + shift for boundary in aux_layers) == target.aux_layers:
                 problems[-1] += f"; each is one {hint}"
@@ -101,14 +93,15 @@ class StoredKind(DraftKind):
                 if depth not in (None, layers):
                     problems.append(f"num_target_layers: got {depth!r}, expected {layers}, the target's")
             if isinstance(target, Target):
-                problems += stale_embeddings(tensors, target)
+                problems += stale(tensors, EMBEDDINGS, target.model.embed[...], "the target's embeddings")
                 if self._shares(config):
-                    problems += _stale(tensors, LM_HEAD, target.model.output_rows, "the target's LM head")
+                    problems += stale(tensors, LM_HEAD, target.model.output_rows, "the target's LM head")
         if problems or found is None:
             raise DraftFormatError(f"{folder} does not hold a usable {self.label} head:\n  " + "\n  ".join(problems))
         dropped = {"d2t", "t2d"} | ({EMBEDDINGS} if config.target_hidden_size == config.hidden_size else set())
         held = {name: tensor for name, tensor in tensors.items() if name not in dropped}
-        return StoredHead(self, tensors=held, token_ids=draft_vocabulary.read(tensors.get("d2t"), config), **found)
+        ids = np.arange(config.draft_vocab_size, dtype=np.int64) + tensors.get("d2t", 0)
+        return StoredHead(self, tensors=held, token_ids=ids, **found)
 
     def load(self, folder: pathlib.Path | None, target: AnyTarget, dtype: Any, token_map: Path | None = None) -> Draft:
         """See `DraftKind`."""
@@ -120,21 +113,25 @@ class StoredKind(DraftKind):
         config, shape = stored.config, target.model.config if isinstance(target, Target) else target
         if config.aux_layers is None:
             config = dataclasses.replace(config, aux_layers=default_aux_layers(shape.num_hidden_layers))
+        rows = stored.tensors.get(LM_HEAD)
         if stored.tied or (self._shares(config) and isinstance(target, Target)):
-            rows = _target_rows(stored, target)
+            rows = dense(target.model.output_rows) if isinstance(target, Target) else None
+            if not isinstance(rows, jax.Array) or not rows.is_fully_addressable:
+                raise DraftFormatError(
+                    f"missing tensor {LM_HEAD} {[config.draft_vocab_size, config.hidden_size]}: to use the target's "
+                    "rows, expected a target that is loaded, with its LM head on this process"
+                )
             rows = rows if config.draft_vocab_size == config.vocab_size else rows[stored.token_ids]
-        else:
-            rows = jnp.asarray(stored.tensors[LM_HEAD])
-        head = filled(self.network, config, dtype, self.table(config), stored.tensors, rows)
+        head = filled(self.network, config, dtype, self.table(config), stored.tensors, jnp.asarray(rows))
         return Draft(head, jnp.asarray(stored.token_ids, jnp.int32))
 
     def stored(self, draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> StoredHead:
         """See `DraftKind`."""
         config = self.on_disk(draft.head.config, target)
         ids = np.asarray(draft.token_ids).astype(np.int64)
-        problems = self.misfits(config, target) + draft_vocabulary.problems(ids, config) + self.contradictions(config)
-        lm_head = plain(LM_HEAD, config.draft_vocab_size, config.hidden_size)
-        tensors = to_tensors(draft.head, self.table(config) | {"lm_head": lm_head}, dtype, problems)
+        problems = self.misfits(config, target) + ids_problems(ids, config) + self.contradictions(config)
+        table = self.table(config) | {"lm_head": plain(LM_HEAD, config.draft_vocab_size, config.hidden_size)}
+        tensors = to_tensors(draft.head, table, lambda name: dtype, problems)
         if self._shares(config):
             tensors.pop(LM_HEAD, None)
         eos = target.eos_token_ids
@@ -152,14 +149,13 @@ class StoredKind(DraftKind):
 
     def write(self, folder: pathlib.Path, head: StoredHead, form: str) -> None:
         """See `DraftKind`."""
-        refused = self.refusals(head, form)
-        if refused:
+        if refused := self.refusals(head, form):
             able = [other for other in FORMS if not self.refusals(head, other)]
             refused.append(f"export.format: got {form!r}, expected {' or '.join(able) or 'another head'}")
         if problems := [*head.problems, *refused]:
             raise DraftFormatError("this draft cannot be saved:\n  " + "\n  ".join(problems))
         tensors = {self.spelled(name, form): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()}
-        vocabulary = draft_vocabulary.write(head.token_ids, head.config.vocab_size)
+        vocabulary = vocabulary_tensors(head.token_ids, head.config.vocab_size)
         files.write(folder, self.values(head, form), tensors | vocabulary)
         if not self.read(folder).same(head):
             raise DraftFormatError(f"{folder}: the head does not read back the same; is the disk full?")
@@ -203,6 +199,7 @@ def filled(
     rows: Array,
 ) -> Head:
     """Makes a head of its tensors, arrays or what is read when indexed, on the default device; `rows`: its LM head."""
+    lm_head = rows if rows.dtype == dtype else rows.astype(dtype)
 
     def value(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if (name := parameter_path(path)) == "lm_head":
@@ -210,19 +207,13 @@ def filled(
         parameter = table[name].whole(*(tensors[tensor] for tensor in table[name].tensors))
         return jnp.asarray(np.ascontiguousarray(parameter).astype(leaf.dtype))
 
-    lm_head = rows if rows.dtype == dtype else rows.astype(dtype)
     head = jax.tree_util.tree_map_with_path(value, shapes_of(lambda rngs: network(config, dtype=dtype, rngs=rngs)))
     head.lm_head = nnx.Param(lm_head)
     return head
 
 
-def stale_embeddings(tensors: Tensors, target: Target) -> list[str]:
-    """Compares a head's copy of the embeddings with the target's: vLLM drafts with the copy, this package does not."""
-    return _stale(tensors, EMBEDDINGS, target.model.embed[...], "the target's embeddings")
-
-
-def _stale(tensors: Tensors, name: str, original: Any, words: str) -> list[str]:
-    """Lists a copy that differs from the original by more than the rounding of both dtypes.
+def stale(tensors: Tensors, name: str, original: Any, words: str) -> list[str]:
+    """Lists a copy of a target's tensor, with which vLLM drafts, that differs by more than the rounding of both dtypes.
 
     Either side may have been rounded to the other's dtype, or its own.
     """
@@ -234,19 +225,18 @@ def _stale(tensors: Tensors, name: str, original: Any, words: str) -> list[str]:
     kinds = [jnp.finfo(dtype) for dtype in (copy.dtype, original.dtype)]
     relative = sum(float(kind.eps) / 2 for kind in kinds)
     absolute = sum(float(kind.smallest_subnormal) / 2 for kind in kinds)
-    stale, largest = False, 0.0
+    differs, largest = False, 0.0
     for start in range(0, len(copy), _ROWS):
         got = copy[start : start + _ROWS].astype(np.float32)
         expected = np.asarray(fetch(original[start : start + _ROWS])).astype(np.float32)
         difference = np.abs(got - expected)
-        stale |= not (difference <= relative * np.maximum(np.abs(got), np.abs(expected)) + absolute).all()
+        differs |= not (difference <= relative * np.maximum(np.abs(got), np.abs(expected)) + absolute).all()
         largest = float(np.maximum(largest, difference.max()))  # keeps NaN
-    if not stale:
-        return []
-    return [
+    said = (
         f"{name}: got other values than {words} (largest difference {largest:.3g}), expected equal ones or none; "
         "without the tensor the target's are used"
-    ]
+    )
+    return [said] if differs else []
 
 
 def verifier(name: str | None, architecture: str) -> dict[str, Any]:
@@ -254,24 +244,15 @@ def verifier(name: str | None, architecture: str) -> dict[str, Any]:
     return {"name_or_path": name, "architectures": [architecture]}
 
 
-def to_tensors(head: nnx.Module, table: Mapping[str, Entry], dtype: str, problems: list[str]) -> Tensors:
-    """Converts a head's parameters to its tensors. Appends to `problems` by parameter."""
+def to_tensors(
+    head: nnx.Module, table: Mapping[str, Entry], dtype_of: Callable[[str], Any], problems: list[str]
+) -> Tensors:
+    """Converts a head's parameters, by path, to its tensors. Appends to `problems` by parameter."""
     tensors: Tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(head):
-        entry, value = table[parameter_path(path)], np.asarray(leaf).astype(jnp.dtype(dtype))
+        name = parameter_path(path)
+        entry, value = table[name], np.asarray(leaf).astype(jnp.dtype(dtype_of(name)))
         if not np.isfinite(value).all():
-            problems.append(f"{parameter_path(path)}: got NaN or infinity; did the training diverge?")
+            problems.append(f"{name}: got NaN or infinity; did the training diverge?")
         tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, entry.split(value)), strict=True))
     return tensors
-
-
-def _target_rows(stored: StoredHead, target: AnyTarget) -> Float[Array, "v h"]:
-    """Returns the target's LM head, which a head without its own uses. Raises DraftFormatError if it is not loaded."""
-    rows = dense(target.model.output_rows) if isinstance(target, Target) else None
-    if not isinstance(rows, jax.Array) or not rows.is_fully_addressable:
-        shape = [stored.config.draft_vocab_size, stored.config.hidden_size]
-        raise DraftFormatError(
-            f"missing tensor {LM_HEAD} {shape}: to use the target's rows, expected a target that is loaded, with "
-            "its LM head on this process"
-        )
-    return rows

@@ -1,6 +1,8 @@
 """The tensors of a draft head, and their mapping to its parameters.
 
-Names are SGLang's and SafeAILab's (`midlayer.*`); projections are [out, in], as in torch.
+Names are SGLang's and SafeAILab's (`midlayer.*`); projections are [out, in], as in torch. The draft vocabulary is
+`d2t`, int64 offsets (target id - draft id), and `t2d`, bool over target ids; both stay numpy arrays, as JAX would cast
+them to int32. A head over the whole vocabulary has neither: vLLM refuses its `d2t` (models/llama_eagle3.py, 0.32.0).
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 
-from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.models.checkpoint.table import Entry, kernel, not_floats, plain, qkv, tensor_problems
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
@@ -29,19 +31,11 @@ Tensors = dict[str, np.ndarray]
 
 def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
     """Maps each parameter path in `DraftHead` to its tensors."""
-    c = config
-    h, f = c.hidden_size, c.intermediate_size
-    attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
-    table = {
+    c, h = config, config.hidden_size
+    table = layer_table(c, 2 * h) | {
         "fc": kernel("fc.weight", h, c.num_aux_layers * c.target_hidden_size),
         "input_norm": plain(f"{LAYER}input_layernorm.weight", h),
         "hidden_norm": plain(f"{LAYER}hidden_norm.weight", h),
-        "attention/qkv": qkv(c, attention, 2 * h),
-        "attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
-        "post_norm": plain(f"{LAYER}post_attention_layernorm.weight", h),
-        "mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
-        "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
-        "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
         "norm": plain("norm.weight", h),
         "lm_head": plain(LM_HEAD, c.draft_vocab_size, h),
     }
@@ -50,6 +44,21 @@ def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
     if c.fc_norm:
         table |= {f"fc_norm/{i}": plain(f"fc_norm.{i}.weight", c.target_hidden_size) for i in range(c.num_aux_layers)}
     return table
+
+
+def layer_table(config: Any, columns: int) -> dict[str, Entry]:
+    """Maps the paths of a Llama layer behind its first norms, whose attention reads `columns` numbers."""
+    c = config
+    h, f = c.hidden_size, c.intermediate_size
+    attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
+    return {
+        "attention/qkv": qkv(c, attention, columns),
+        "attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
+        "post_norm": plain(f"{LAYER}post_attention_layernorm.weight", h),
+        "mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
+        "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
+        "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
+    }
 
 
 def canonical(name: str, spellings: Iterable[tuple[str, str]] = _SPELLINGS) -> str:
@@ -78,13 +87,46 @@ def head_problems(tensors: Tensors, table: Mapping[str, Entry], config: Any) -> 
     (optional if whole else expected)["d2t"] = (config.draft_vocab_size,)
     problems = tensor_problems(tensors, expected, optional, _other_dtype)
     if "d2t" in tensors and not any(line.startswith(("d2t: ", "t2d: ")) for line in problems):
-        problems += draft_vocabulary.mapping_problems(tensors["d2t"].astype(np.int64), tensors.get("t2d"), config)
+        problems += mapping_problems(tensors["d2t"].astype(np.int64), tensors.get("t2d"), config)
     return problems
 
 
 def _other_dtype(name: str, dtype: Any) -> str | None:
     if name == "d2t":
         return None if np.issubdtype(dtype, np.integer) else "integer offsets"
-    if name == "t2d":
-        return None if dtype == np.bool_ else "bool"
-    return not_floats(name, dtype)
+    return not_floats(name, dtype) if name != "t2d" else None if dtype == np.bool_ else "bool"
+
+
+def vocabulary_tensors(ids: Int64[np.ndarray, " dv"], vocab_size: int) -> dict[str, np.ndarray]:
+    """Makes the tensors of a draft vocabulary from ascending target ids; none for the whole vocabulary."""
+    if len(ids) == vocab_size:
+        return {}
+    t2d = np.zeros(vocab_size, np.bool_)
+    t2d[ids] = True
+    return {"d2t": ids - np.arange(len(ids), dtype=np.int64), "t2d": t2d}
+
+
+def ids_problems(ids: np.ndarray, config: Any) -> list[str]:
+    """Lists why these target ids cannot be a draft vocabulary; empty when they can."""
+    if ids.shape != (config.draft_vocab_size,):
+        return [f"token ids: got shape {list(ids.shape)}, expected {[config.draft_vocab_size]}"]
+    if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) <= 0).any():
+        span = f"{ids.min()}..{ids.max()}"
+        return [f"token ids: got {span}, expected ascending, distinct, within 0..{config.vocab_size - 1}"]
+    return []
+
+
+def mapping_problems(d2t: np.ndarray, t2d: np.ndarray | None, config: Any) -> list[str]:
+    """Lists why the offsets are not a draft vocabulary, or not that of `t2d`; empty when they are."""
+    if t2d is not None and len(d2t) > 1 and np.array_equal(np.flatnonzero(t2d), d2t):
+        return ["d2t: got absolute target ids, expected offsets (target id - draft id)"]
+    found = ids_problems(d2t + np.arange(len(d2t)), config)
+    if found:
+        return [f"d2t: as offsets (target id - draft id): {problem}" for problem in found]
+    if t2d is not None:
+        if not np.array_equal(np.flatnonzero(t2d), d2t + np.arange(len(d2t))):
+            return ["t2d: got other tokens than d2t selects"]
+    elif len(d2t) > 1 and (np.diff(d2t) > 0).all():
+        # Offsets rise at every step only if no two draft tokens are neighbours in the target's vocabulary.
+        return ["d2t: rises at every step as absolute ids do, expected offsets (target id - draft id); no t2d to tell"]
+    return []

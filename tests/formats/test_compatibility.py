@@ -5,12 +5,13 @@ import pathlib
 from typing import Any
 
 import pytest
+import tiny_heads
 from tiny_heads import TARGET, make_draft
 
 from eagle3_jax.formats.eagle3 import BY_TARGET, EAGLE3
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.heads import save_draft
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.layers import YarnScaling
 
@@ -28,25 +29,11 @@ def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
     [
         ("sglang", {"head_dim": 4}, "served by SGLang 0.4.5, vLLM 0.21.0, sglang-jax cddbf6f and later"),
         (
-            "sglang",
-            {"layers": (1, 6, 9)},
-            "served by SGLang 0.4.9, vLLM 0.21.0 and later; "
-            "not by sglang-jax (to cddbf6f (2026-08)): other aux layers ignored",
-        ),
-        (
-            "sglang",
-            {"fc_norm": True, "norm_output": True},
-            "served by SGLang 0.5.12, vLLM 0.22.0 and later; not by sglang-jax (to cddbf6f (2026-08)): "
-            "`fc_norm` ignored, `norm_output` ignored",
-        ),
-        ("vllm", {"norm_before_residual": True}, "served by vLLM 0.21.0, tpu-inference b8692ff and later"),
-        (
             "vllm",
             {"fc_norm": True},
             "served by vLLM 0.22.0 and later; not by tpu-inference (to b8692ff (2026-08)): `fc_norm` fails",
         ),
         ("speculators", {"fc_norm": True}, "served by vLLM 0.25.0 and later"),
-        ("speculators", {"norm_before_fc": True, "rope_scaling": YARN}, "served by vLLM 0.21.0 and later"),
         (
             "sglang",
             {"norm_before_fc": True, "rope_scaling": YARN},
@@ -75,7 +62,6 @@ def test_the_engines_that_run_a_head_are_named(form: str, head: dict[str, Any], 
             {"rope_scaling": dataclasses.replace(YARN, attention_factor=1.2)},
             r"rope_scaling.attention_factor: got 1.2, expected none; SGLang \(to 0.5.23\): ignored",
         ),
-        ("eagle", {"head_dim": 4, "rope_scaling": YARN}, r"rope_scaling: got 'yarn', expected none; EAGLE"),
         ("eagle", {"head_dim": 6}, r"head_dim: got 6, expected hidden_size / num_attention_heads = 16 / 4; EAGLE"),
         ("eagle", {"head_dim": 4, "layers": (1, 6, 9)}, r"target.aux_layers: got \(1, 6, 9\), expected the default"),
         ("sglang", {"layers": (0, 6, 9)}, r"neither 0 \(the embeddings\) nor 12 .*; SGLang \(to 0.5.23\): fails"),
@@ -91,26 +77,21 @@ def test_what_the_forms_engine_cannot_run_is_refused_before_a_file_is_there(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_deepseek_sglang_counts_layers_from_one_only_where_the_first_is_one() -> None:
-    head = dataclasses.replace(stored((3, 6, 9)), verifier={"architectures": ["DeepseekV3ForCausalLM"]})
-    (said,) = EAGLE3.refusals(head, "sglang")
+def test_of_deepseek_engines_count_and_capture_other_layers() -> None:
+    """SGLang counts from one only where the first is one; vLLM has no residual to add at block 0."""
+
+    def of_deepseek(*layers: int) -> StoredHead:
+        return dataclasses.replace(stored(layers), verifier={"architectures": ["DeepseekV3ForCausalLM"]})
+
+    (said,) = EAGLE3.refusals(of_deepseek(3, 6, 9), "sglang")
     assert said.startswith("target.aux_layers: got (3, 6, 9), expected the default") and said.endswith("ignored")
-    assert EAGLE3.refusals(head, "vllm") == []
-    assert EAGLE3.refusals(dataclasses.replace(head, verifier=None), "sglang") == []
-    second = dataclasses.replace(stored((2, 7, 9)), verifier=head.verifier)
-    assert EAGLE3.refusals(second, "sglang") == []
-
-
-def test_vllm_cannot_capture_the_embeddings_of_deepseek(tmp_path: pathlib.Path) -> None:
-    """At block 0 there is no residual yet, and its DeepSeek adds one."""
-    deepseek = {"architectures": ["DeepseekV3ForCausalLM"]}
-    first = dataclasses.replace(stored((0, 6, 9)), verifier=deepseek)
-    (said,) = EAGLE3.refusals(first, "vllm")
+    assert EAGLE3.refusals(of_deepseek(3, 6, 9), "vllm") == EAGLE3.refusals(stored((3, 6, 9)), "sglang") == []
+    assert EAGLE3.refusals(of_deepseek(2, 7, 9), "sglang") == []
+    (said,) = EAGLE3.refusals(of_deepseek(0, 6, 9), "vllm")
     assert said.startswith("target.aux_layers: got (0, 6, 9), expected boundaries from 1") and said.endswith("fails")
-    assert "aux layer 0 of DeepSeek fails" in EAGLE3.served_by(first, "vllm")
-    last = dataclasses.replace(stored((2, 6, 12)), verifier=deepseek)
-    assert EAGLE3.refusals(last, "vllm") == []
-    assert EAGLE3.served_by(last, "vllm").startswith("served by vLLM 0.32.0 and later")
+    assert "aux layer 0 of DeepSeek fails" in EAGLE3.served_by(of_deepseek(0, 6, 9), "vllm")
+    assert EAGLE3.refusals(of_deepseek(2, 6, 12), "vllm") == []
+    assert EAGLE3.served_by(of_deepseek(2, 6, 12), "vllm").startswith("served by vLLM 0.32.0 and later")
 
 
 @pytest.mark.parametrize(
@@ -125,17 +106,10 @@ def test_vllm_cannot_capture_the_embeddings_of_deepseek(tmp_path: pathlib.Path) 
         ),
         ("speculators", "Gemma3ForConditionalGeneration", "served by no engine; not by vLLM (to 0.33.0): Gemma3ForCau"),
         (
-            "sglang",
-            "MiMoForCausalLM",
-            "served by no engine; not by SGLang (to 0.5.23): MiMoForCausalLM fails; not by vLLM",
-        ),
-        ("sglang", "GptOssForCausalLM", "served by SGLang 0.5.2, vLLM 0.21.0 and later; not by sglang-jax (to cddbf6f"),
-        (
             "eagle",
             "Qwen3ForCausalLM",
             "served by vLLM 0.21.0, EAGLE cb7e084 and later; not by tpu-inference (to b8692ff",
         ),
-        ("vllm", "LlamaForCausalLM", "served by vLLM 0.21.0, tpu-inference b8692ff and later"),
     ],
 )
 def test_an_engine_that_cannot_draft_for_the_target_is_not_promised(form: str, architecture: str, said: str) -> None:
@@ -145,15 +119,7 @@ def test_an_engine_that_cannot_draft_for_the_target_is_not_promised(form: str, a
     assert EAGLE3.refusals(head, form) == []
 
 
-def test_every_family_but_llama_has_its_row() -> None:
+def test_every_family_but_llama_has_its_row_and_the_document_has_the_table() -> None:
     families = {family.config.architecture for family in FAMILIES} - {"LlamaForCausalLM"}
     assert families <= BY_TARGET.keys()
-
-
-def test_vllm_captures_what_sglang_does_not(tmp_path: pathlib.Path) -> None:
-    target = dataclasses.replace(TARGET, aux_layers=(0, 6, 12))
-    save_draft(tmp_path / "head", make_draft(target=target), target=target, dtype="float32", form="vllm")
-
-
-def test_the_document_has_the_table() -> None:
-    assert "\n".join(EAGLE3.engines.lines("head")) in DOCUMENT.read_text()
+    assert tiny_heads.table(EAGLE3.engines, "head") in DOCUMENT.read_text()

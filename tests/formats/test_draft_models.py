@@ -44,10 +44,12 @@ def alter(folder: pathlib.Path, name: str, **changes: object) -> None:
 
 
 @pytest.mark.long
-def test_a_model_in_a_folder_drafts(target, small):
+@pytest.mark.parametrize("mesh", [None, MeshConfig(data=1, model=2)])
+def test_a_model_in_a_folder_drafts(target, small, mesh):
     params, prompts = SamplingParams(max_tokens=16, ignore_eos=True), ["apple bird", "moon night orange"]
     plain = Engine.load(target, None, batch_size=2, max_length=128).generate(prompts, params)
-    engine = Engine.load(target, str(small), CHAIN, batch_size=2, max_length=128)
+    given = target if mesh is None else TargetConfig(name=str(target.folder), aux_layers=(1, 2, 3))
+    engine = Engine.load(given, str(small), CHAIN, batch_size=2, max_length=128, mesh=mesh)
     assert engine.draft is not None and isinstance(engine.draft.head, DraftModel)
     assert len(engine.draft.head.model.blocks) == 2
     assert engine.target.config.aux_layers == ()
@@ -71,21 +73,6 @@ def test_who_reads_aux_layers_needs_them_named(small):
         DraftHeadConfig.for_target(DraftConfig(vocab_size=8), shape)
     with pytest.raises(DraftFormatError, match=expected):
         save_draft(small / "head", tiny_heads.make_draft(), target=shape, dtype="float32")
-
-
-@pytest.mark.long
-def test_on_two_devices(target, small):
-    params, prompts = SamplingParams(max_tokens=16, ignore_eos=True), ["apple bird", "moon night orange"]
-    plain = Engine.load(target, None, batch_size=2, max_length=128).generate(prompts, params)
-    engine = Engine.load(
-        TargetConfig(name=str(target.folder), aux_layers=(1, 2, 3)),
-        small,
-        CHAIN,
-        batch_size=2,
-        max_length=128,
-        mesh=MeshConfig(data=1, model=2),
-    )
-    assert [x.token_ids for x in engine.generate(prompts, params)] == [x.token_ids for x in plain]
 
 
 def test_a_model_by_its_name(target, small, tmp_path, monkeypatch):

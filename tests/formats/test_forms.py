@@ -1,11 +1,13 @@
 """Golden: every tensor name, every key and every value that each form writes, and what a key's absence means there."""
 
+import dataclasses
 import pathlib
+import re
 from typing import Any
 
 import pytest
 import tiny_heads
-from tiny_heads import AUX_KEY, SHAPES, TARGET, alter, make_draft
+from tiny_heads import AUX_KEY, SHAPES, TARGET, alter, assert_same, make_draft
 
 from eagle3_jax.formats.forms import FORMS
 from eagle3_jax.formats.heads import load_draft, read, save_draft
@@ -73,24 +75,13 @@ def save(folder: pathlib.Path, form: str, target: Any = TARGET, **changes: Any) 
 @pytest.mark.parametrize("form", CONFIGS)
 def test_names_shapes_and_config_on_disk(tmp_path: pathlib.Path, form: str) -> None:
     tensors, config = save(tmp_path / "head", form, head_dim=4)
-    assert config == CONFIGS[form]
+    assert config == CONFIGS[form] and CONFIGS.keys() == FORMS.keys()
     shapes = SHAPES | {f"midlayer.self_attn.{x}_proj.weight": (n, 32) for x, n in (("q", 16), ("k", 8), ("v", 8))}
     shapes |= {"midlayer.self_attn.o_proj.weight": (16, 16)}
     expected = {name.replace("midlayer.", LAYERS[form]): shape for name, shape in shapes.items()}
     assert {name: x.shape for name, x in tensors.items()} == expected
     assert (str(tensors["d2t"].dtype), str(tensors["t2d"].dtype)) == ("int64", "bool")
     assert tensors["d2t"].tolist() == [0, 2, 2, 14, 16, 44]
-
-
-def test_every_form_is_here() -> None:
-    assert CONFIGS.keys() == FORMS.keys()
-
-
-@pytest.mark.parametrize("form", ["sglang", "vllm", "speculators"])
-def test_eagle_3_1_on_disk(tmp_path: pathlib.Path, form: str) -> None:
-    tensors, config = save(tmp_path / "head", form, fc_norm=True, norm_output=True)
-    assert config["fc_norm"] is True and config["norm_output"] is True
-    assert {f"fc_norm.{i}.weight" for i in range(3)} < tensors.keys()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +93,7 @@ def test_eagle_3_1_on_disk(tmp_path: pathlib.Path, form: str) -> None:
     ],
 )
 def test_aux_layers_are_written_in_the_engines_counting(tmp_path: pathlib.Path, form: str, expected: Any) -> None:
-    target = tiny_heads.dataclasses.replace(TARGET, aux_layers=(1, 5, 8, 11))
+    target = dataclasses.replace(TARGET, aux_layers=(1, 5, 8, 11))
     _, config = save(tmp_path / "head", form, target)
     found = {key: config[key] for key in (AUX_KEY, "eagle_config", "num_aux_hidden_states") if key in config}
     assert found == expected
@@ -143,37 +134,6 @@ def test_eagle_takes_linear_rope_in_its_own_words_and_no_other(tmp_path: pathlib
         save(tmp_path / "other", "eagle", head_dim=4, rope_scaling=LinearScaling(2.0), rope_theta=5e5)
 
 
-@pytest.mark.parametrize(("form", "absent"), [("vllm", False), ("speculators", True), ("sglang", False)])
-def test_what_no_norm_before_residual_means(tmp_path: pathlib.Path, form: str, absent: bool) -> None:
-    """To vLLM it is on in the form of speculators, and only there."""
-    save(tmp_path / "head", form)
-    alter(tmp_path / "head", norm_before_residual=None)
-    assert read(tmp_path / "head").config.norm_before_residual is absent
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"speculators_model_type": "peagle"}, "speculators_model_type: got 'peagle', expected 'eagle3'"),
-        ({"embed_requires_grad": True}, "embed_requires_grad: got True, expected False"),
-        ({"transformer_layer_config": LLAMA | {"model_type": "qwen3"}}, "model_type: got 'qwen3', expected 'llama'"),
-        (
-            {"transformer_layer_config": LLAMA | {"layer_types": ["sliding_attention"]}},
-            "transformer_layer_config.layer_types: got ['sliding_attention'], expected full attention",
-        ),
-        ({"transformer_layer_config": None}, "hidden_size: missing"),
-    ],
-)
-def test_speculators_variants_that_this_head_is_not_are_refused(
-    tmp_path: pathlib.Path, changes: dict[str, Any], message: str
-) -> None:
-    save(tmp_path / "head", "speculators", head_dim=4)
-    alter(tmp_path / "head", **changes)
-    with pytest.raises(DraftFormatError) as caught:
-        read(tmp_path / "head")
-    assert message in str(caught.value)
-
-
 def test_heads_as_their_own_trainers_write_them(tmp_path: pathlib.Path) -> None:
     """SafeAILab has no rope_theta and nothing of ours; speculators leaves out what is off, and had another name."""
     save(tmp_path / "eagle", "eagle", head_dim=4)
@@ -192,23 +152,97 @@ def test_heads_as_their_own_trainers_write_them(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("form", CONFIGS)
-def test_only_eagle_does_not_count_layers(tmp_path: pathlib.Path, form: str) -> None:
-    """Its code makes one, and EAGLE3-Vicuna1.3-13B says its target's 40."""
+def test_what_a_head_says_of_its_norm_its_layers_and_its_lm_head(tmp_path: pathlib.Path, form: str) -> None:
+    """AngelSlim's for Qwen3-4B says what its target does, as EAGLE3-Vicuna1.3-13B does of its 40 layers."""
     save(tmp_path / "head", form, head_dim=4)
+    assert read(tmp_path / "head").config.norm_before_residual is False
+    alter(tmp_path / "head", norm_before_residual=None)  # to vLLM it is on in the form of speculators, and only there
+    assert read(tmp_path / "head").config.norm_before_residual is (form == "speculators")
     alter(tmp_path / "head", num_hidden_layers=40)
-    if form == "eagle":
+    if form == "eagle":  # its code makes one layer
         assert read(tmp_path / "head").config.num_aux_layers == 3
     else:
         with pytest.raises(DraftFormatError, match="num_hidden_layers: got 40, expected 1"):
             read(tmp_path / "head")
-
-
-@pytest.mark.parametrize("form", CONFIGS)
-def test_a_head_that_says_it_is_tied_needs_an_lm_head_of_its_own(tmp_path: pathlib.Path, form: str) -> None:
-    """AngelSlim's for Qwen3-4B says what its target does."""
-    save(tmp_path / "head", form, head_dim=4)
+        alter(tmp_path / "head", num_hidden_layers=1)
     alter(tmp_path / "head", tie_word_embeddings=True)
     assert not read(tmp_path / "head").tied
     alter(tmp_path / "head", {"lm_head.weight": None})
     with pytest.raises(DraftFormatError, match=r"tie_word_embeddings: got True, expected False, or a tensor lm_head"):
+        read(tmp_path / "head")
+
+
+def test_transformers_reads_the_config_of_the_sglang_form(tmp_path: pathlib.Path) -> None:
+    from transformers import LlamaConfig as HFConfig
+
+    save(tmp_path / "head", "sglang")
+    config = HFConfig.from_pretrained(tmp_path / "head")
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert (config.head_dim, config.draft_vocab_size) == (6, 6)
+
+
+def test_sglang_s_part_of_the_aux_layers_counts_alone_and_must_agree(tmp_path: pathlib.Path) -> None:
+    target = dataclasses.replace(TARGET, aux_layers=(1, 5, 8, 11))
+    save(tmp_path / "head", "sglang", target)
+    alter(tmp_path / "head", {}, **{AUX_KEY: None})
+    assert load_draft(tmp_path / "head", target=target).head.config.aux_layers == (1, 5, 8, 11)
+    with pytest.raises(DraftFormatError, match=r"aux layers.*got \(1, 5, 8, 11\), expected \(2, 6, 9\)"):
+        load_draft(tmp_path / "head", target=TARGET)
+    alter(tmp_path / "head", {}, **{AUX_KEY: [1, 5, 8, 10]})
+    with pytest.raises(DraftFormatError, match=r"eagle_config.*got \[0, 4, 7, 10\], expected \[0, 4, 7, 9\]"):
+        load_draft(tmp_path / "head", target=target)
+    shallow = dataclasses.replace(TARGET, num_hidden_layers=4, aux_layers=(1, 2))  # where the default collides
+    _, config = save(tmp_path / "shallow", "sglang", shallow)
+    assert config[AUX_KEY] == [1, 2]
+
+
+def test_the_first_names_of_the_aux_norms_are_taken(tmp_path: pathlib.Path) -> None:
+    """SGLang still reads heads of `use_aux_norm`."""
+    held, _ = save(tmp_path / "head", "sglang", fc_norm=True)
+    first = {f"aux_norm_{place}.weight": held[f"fc_norm.{i}.weight"] for i, place in enumerate(("low", "mid", "high"))}
+    alter(tmp_path / "head", {f"fc_norm.{i}.weight": None for i in range(3)} | first, fc_norm=None, use_aux_norm=True)
+    assert_same(load_draft(tmp_path / "head", target=TARGET), make_draft(fc_norm=True))
+
+
+@pytest.mark.parametrize("form", ["sglang", "vllm"])
+def test_a_norm_before_fc_is_read_in_eagle_config_too(tmp_path: pathlib.Path, form: str) -> None:
+    """Where NVIDIA's heads have it; there it counts more than at top level."""
+    held, config = save(tmp_path / "head", form, norm_before_fc=True)
+    assert held["input_norm.weight"].shape == (48,) and config["norm_before_fc"] is True
+    inner = config.get("eagle_config", {})
+    alter(tmp_path / "head", norm_before_fc=False, eagle_config=inner | {"norm_before_fc": True})
+    assert_same(load_draft(tmp_path / "head", target=TARGET), make_draft(norm_before_fc=True))
+    alter(tmp_path / "head", norm_before_fc=True, eagle_config=inner | {"norm_before_fc": False})
+    with pytest.raises(DraftFormatError, match="surplus tensor input_norm.weight"):
+        load_draft(tmp_path / "head", target=TARGET)
+
+
+SPECULATORS = [
+    ({"speculators_model_type": "peagle"}, "speculators_model_type: got 'peagle', expected 'eagle3'"),
+    ({"embed_requires_grad": True}, "embed_requires_grad: got True, expected False"),
+    ({"transformer_layer_config": LLAMA | {"model_type": "qwen3"}}, "model_type: got 'qwen3', expected 'llama'"),
+    (
+        {"transformer_layer_config": LLAMA | {"layer_types": ["sliding_attention"]}},
+        "transformer_layer_config.layer_types: got ['sliding_attention'], expected full attention",
+    ),
+    ({"transformer_layer_config": None}, "hidden_size: missing"),
+]
+SGLANG = [
+    ({"draft_vocab_size": None}, "draft_vocab_size: missing"),
+    ({"norm_before_residual": True}, "norm_before_residual: got True, expected False"),
+    ({"fc_norm": 1}, "fc_norm: got 1, expected true or false"),
+    ({AUX_KEY: ["1"]}, f"{AUX_KEY}: got ['1'], expected a list of integers"),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [("speculators", *row) for row in SPECULATORS] + [("sglang", *row) for row in SGLANG],
+)
+def test_what_the_form_s_engine_would_misread_is_refused(
+    tmp_path: pathlib.Path, form: str, changes: dict[str, Any], message: str
+) -> None:
+    save(tmp_path / "head", form, head_dim=4)
+    alter(tmp_path / "head", **changes)
+    with pytest.raises(DraftFormatError, match=re.escape(message)):
         read(tmp_path / "head")

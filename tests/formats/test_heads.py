@@ -22,7 +22,7 @@ from eagle3_jax.formats.eagle3 import EAGLE3
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.forms import FORMS
 from eagle3_jax.formats.heads import load_draft, save_draft
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.formats.stored import StoredKind
 from eagle3_jax.models.cache import LayerPass, Pass
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
@@ -36,12 +36,6 @@ EMBEDDINGS = "embed_tokens.weight"
 def saved(tmp_path: pathlib.Path) -> pathlib.Path:
     save_draft(tmp_path / "head", make_draft(), target=TARGET, dtype="float32")
     return tmp_path / "head"
-
-
-def test_whom_the_umask_lets_read_may_read_it(saved: pathlib.Path) -> None:
-    """An engine in a container may be another user."""
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in saved.iterdir()}
-    assert modes["model.safetensors"] == modes["config.json"] != 0o600
 
 
 # ------------------------------------------------------------------------------------------------- what a head computes
@@ -219,24 +213,19 @@ def test_any_head_in_any_form_comes_back_to_the_bit_or_is_refused(
         assert_same(load_draft(folder, target=target, dtype=jnp.dtype(dtype)), draft)
 
 
-@pytest.mark.slow
-@examples(15)
-@given(path=st.lists(st.sampled_from(["sglang", "vllm", "speculators"]), min_size=2, max_size=5))
-def test_a_head_goes_through_forms_and_keeps_every_bit(
-    tmp_path_factory: pytest.TempPathFactory, path: list[str]
-) -> None:
-    folder = tmp_path_factory.mktemp("forms")
-    draft = make_draft(jnp.bfloat16, fc_norm=True, norm_output=True, rope_scaling=LLAMA3)
-    save_draft(folder / "0", draft, target=TARGET, dtype="bfloat16", form=path[0])
-    for i, form in enumerate(path[1:], start=1):
-        EAGLE3.write(folder / str(i), heads.read(folder / str(i - 1)), form)
-    assert_same(load_draft(folder / str(len(path) - 1), target=TARGET, dtype=jnp.bfloat16), draft)
-    first, last = (heads.read(folder / str(i)) for i in (0, len(path) - 1))
-    assert (first.bos_token_id, first.eos_token_id) == (last.bos_token_id, last.eos_token_id) == (1, 2)
+def test_the_whole_vocabulary_needs_no_mapping(tmp_path: pathlib.Path) -> None:
+    """vLLM has no place for one there, and ends."""
+    save_draft(tmp_path / "head", make_draft(ids=list(range(50))), target=TARGET, dtype="float32")
+    tensors, config = tiny_heads.read(tmp_path / "head")
+    assert not {"d2t", "t2d"} & tensors.keys() and config["draft_vocab_size"] == 50
+    alter(tmp_path / "head", {"d2t": np.zeros(50, np.int64)})  # as EAGLE's own may have it
+    assert load_draft(tmp_path / "head", target=TARGET).token_ids.tolist() == list(range(50))
 
 
-def test_float16_stays_float16(saved: pathlib.Path) -> None:
-    """Heads of SafeAILab's and SpecForge's own are in it."""
+def test_float16_stays_float16_and_may_be_read_by_another_user(saved: pathlib.Path) -> None:
+    """Heads of SafeAILab's and SpecForge's own are in it; an engine in a container may be another user."""
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in saved.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] != 0o600
     tensors, _ = tiny_heads.read(saved)
     alter(saved, {name: x.astype(np.float16) for name, x in tensors.items() if x.dtype == np.float32})
     EAGLE3.write(saved.with_name("other"), heads.read(saved), "vllm")
@@ -309,17 +298,6 @@ def test_a_sharded_head_is_read_by_its_index(saved: pathlib.Path) -> None:
     assert "model.safetensors.index.json" in files.file_digests(saved)
 
 
-@pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "..", "a/b.safetensors"])
-def test_an_index_does_not_lead_out_of_the_folder(saved: pathlib.Path, file: str) -> None:
-    shard(saved)
-    (saved.parent / "outside.safetensors").write_bytes((saved / "model-00001-of-00002.safetensors").read_bytes())
-    index = saved / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"] | {"fc.weight": file}
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(DraftFormatError, match=r"index.json: got .*, expected names of files in this folder"):
-        load_draft(saved, target=TARGET)
-
-
 def test_an_index_that_promises_too_much_is_refused(saved: pathlib.Path) -> None:
     shard(saved)
     index = saved / "model.safetensors.index.json"
@@ -331,21 +309,13 @@ def test_an_index_that_promises_too_much_is_refused(saved: pathlib.Path) -> None
     index.write_text("{")
     with pytest.raises(DraftFormatError, match=r"index.json: not valid JSON"):
         load_draft(saved, target=TARGET)
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    (saved / first).unlink()
-    with pytest.raises(DraftFormatError, match=rf"names files that are missing: {first}"):
-        load_draft(saved, target=TARGET)
 
 
-def test_pickles_are_not_read(tmp_path: pathlib.Path) -> None:
+def test_pickles_and_broken_files_are_named(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
-    with pytest.raises(
-        DraftFormatError, match=r"pytorch_model.bin: pickles run code when read.*python -c 'import torch"
-    ):
+    said = r"pytorch_model.bin: pickles run code when read.*python -c 'import torch"
+    with pytest.raises(DraftFormatError, match=said):
         load_draft(tmp_path, target=TARGET)
-
-
-def test_broken_files_are_named(saved: pathlib.Path) -> None:
     whole = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(whole[:-8])
     with pytest.raises(DraftFormatError, match=r"model.safetensors: truncated"):
@@ -419,38 +389,12 @@ def test_all_that_is_wrong_is_said_at_once(saved: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", sorted(FORMS))
-@pytest.mark.parametrize("name", [*tiny_heads.SHAPES, "embed_tokens.weight"])
-def test_no_tensor_may_be_missing_misnamed_or_misshapen(tmp_path: pathlib.Path, form: str, name: str) -> None:
-    """Where it may be absent, another rule says what that means."""
-    save_draft(tmp_path / "head", make_draft(head_dim=4), target=TARGET, dtype="float32", form=form)
-    tensors, _ = tiny_heads.read(tmp_path / "head")
-    theirs = name.replace("midlayer.", FORMS[form].layer)
-    tensor = tensors.get(theirs, np.zeros((50, 16), np.float32))
-    alter(tmp_path / "head", {theirs: tensor[:-1]})
-    with pytest.raises(DraftFormatError, match=rf"{name}: got shape"):
-        load_draft(tmp_path / "head", target=TARGET)
-    alter(tmp_path / "head", {theirs: None, f"{theirs}x": tensor})
-    with pytest.raises(DraftFormatError, match=rf"surplus tensor {name}x"):
-        load_draft(tmp_path / "head", target=TARGET)
-    alter(tmp_path / "head", {f"{theirs}x": None})
-    if name not in ("t2d", "lm_head.weight", "embed_tokens.weight"):
-        with pytest.raises(DraftFormatError, match=rf"missing tensor {name} \["):
-            load_draft(tmp_path / "head", target=TARGET)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("form", ["sglang", "speculators"])
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("hidden_act", "gelu", "hidden_act: got 'gelu', expected 'silu'"),
-        ("use_sliding_window", True, "use_sliding_window: got True, expected False"),
-        (
-            "eagle_config",
-            {"use_aux_hidden_state": False},
-            "eagle_config.use_aux_hidden_state: got False, expected",
-        ),
+        ("eagle_config", {"use_aux_hidden_state": False}, "eagle_config.use_aux_hidden_state: got False, expected"),
         ("vocab_size", 51, "vocab_size: got 51, expected 50"),
         ("draft_vocab_size", 51, "draft_vocab_size: got 51, expected at most"),
         ("target_hidden_size", 32, "target_hidden_size: got 32, expected 16"),
@@ -458,16 +402,9 @@ def test_no_tensor_may_be_missing_misnamed_or_misshapen(tmp_path: pathlib.Path, 
         ("num_key_value_heads", 3, "num_attention_heads: got 4, expected a multiple"),
         ("rope_theta", 0, "rope_theta: got"),
         ("rope_scaling", {"rope_type": "longrope", "factor": 32.0}, "rope_scaling.rope_type: got 'longrope'"),
-        (
-            "rope_scaling",
-            {"rope_type": "yarn", "factor": 32.0},
-            "rope_scaling.original_max_position_embeddings: missing",
-        ),
         ("rope_scaling", {"type": "linear", "factor": -1}, "rope_scaling.factor: got -1, expected a positive number"),
         ("rope_scaling", {"type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor: missing"),
-        ("rope_scaling", [8.0], "rope_scaling: got [8.0], expected an object"),
         ("num_aux_hidden_states", 4, "num_aux_hidden_states: got 4, expected 3"),
-        ("architectures", "LlamaForCausalLM", "architectures: got 'LlamaForCausalLM'"),
         ("architectures", [["x"]], "architectures: got [['x']], expected ['"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor: got 0.5, expected none or 1"),
         ("eagle_config", [1], "eagle_config: got [1], expected an object"),

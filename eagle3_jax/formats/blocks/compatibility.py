@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from eagle3_jax.formats.compatibility import FAILS, SILENT, Engines
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.models.drafts.dflash import FULL
-from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 
 CPU: Final = "vLLM on a CPU"
 VERSIONS = {"SGLang": "0.5.23", "vLLM": "0.32.0", CPU: "0.32.0"}
@@ -55,29 +54,21 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
         if head.kind.name == "dflash2":
             yield "draft vocabulary of DFlash2", f"{sizes}, as the selector has no d2t"
         if head.tied:
-            way = "load the head with its target, and save it"
-            yield (
-                "draft vocabulary, no LM head",
-                f"lm_head.weight: missing, expected {c.draft_vocab_size} rows ({way})",
-            )
+            rows = f"{c.draft_vocab_size} rows (load the head with its target, and save it)"
+            yield "draft vocabulary, no LM head", f"lm_head.weight: missing, expected {rows}"
+    types = f"layer_types: got {list(c.layer_types)}"
     if mixed:
-        yield "full and sliding layers", f"layer_types: got {list(c.layer_types)}, expected all of one type"
+        yield "full and sliding layers", f"{types}, expected all of one type"
     if form == "speculators":
         if mixed and len(set(causal)) > 1:
-            yield (
-                "both in the form `speculators`",
-                f"layer_types: got {list(c.layer_types)} without is_causal, expected one type: the form has one "
-                "causality for all layers",
-            )
+            one = "expected one type: the form has one causality for all layers"
+            yield "both in the form `speculators`", f"{types} without is_causal, {one}"
         if any(one and kind == FULL for one, kind in zip(causal, c.layer_types, strict=True)):
-            yield (
-                "causal full layers in the form `speculators`",
-                "is_causal: got True, expected bidirectional full layers, as speculators has them",
-            )
-    if isinstance(c.rope_scaling, RopeScaling | LinearScaling | YarnScaling):
+            wanted = "expected bidirectional full layers, as speculators has them"
+            yield "causal full layers in the form `speculators`", f"is_causal: got True, {wanted}"
+    if c.rope_scaling is not None:
         yield "RoPE `llama3`, `linear` or `yarn`", "rope_scaling: got a scaling, expected none"
-    if isinstance(c.rope_scaling, YarnScaling) and c.rope_scaling.attention_factor is not None:
-        got = c.rope_scaling.attention_factor
+    if (got := getattr(c.rope_scaling, "attention_factor", None)) is not None:
         yield "RoPE `yarn`, `attention_factor`", f"rope_scaling.attention_factor: got {got}, expected none"
 
 

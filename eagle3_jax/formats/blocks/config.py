@@ -13,6 +13,8 @@ from typing import Any
 
 from eagle3_jax.formats import fields
 from eagle3_jax.formats.fields import REQUIRED, read_layers
+from eagle3_jax.formats.forms import SPECULATORS, speculation
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.rope import read_rope
 
@@ -25,36 +27,24 @@ ARCHITECTURES = {
     "DFlash2": ("DFlash2DraftModel",),
 }
 # Key -> its value when absent, see `fields.LLAMA`.
-_SIZES: dict[str, Any] = {
-    "vocab_size": REQUIRED,
-    "hidden_size": REQUIRED,
-    "intermediate_size": REQUIRED,
-    "num_attention_heads": REQUIRED,
-    "num_key_value_heads": REQUIRED,
-    "head_dim": REQUIRED,
+_SIZES: dict[str, Any] = dict.fromkeys(fields.LLAMA, REQUIRED) | {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 32768,
     "draft_vocab_size": "vocab_size",
     "target_hidden_size": "hidden_size",
 }
 # Keys that select another network, with the supported values.
+_OFF = ("attention_bias", "mlp_bias", "use_gemma_norm", "attention_sink_bias", "add_swa_attention_sink_bias")
+_ON = ("use_aux_hidden_state", "is_neox_style", "rope_is_neox_style")
+_ONE = ("attention_value_scale", "output_multiplier", "input_embedding_scale", "logit_scale")
 _FIXED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_OFF, (False,)),
+    **dict.fromkeys(_ON, (True,)),
+    **dict.fromkeys(_ONE, (1.0,)),
     "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_aux_hidden_state": (True,),
-    "is_neox_style": (True,),
-    "rope_is_neox_style": (True,),
-    "use_gemma_norm": (False,),
-    "attention_sink_bias": (False,),
-    "add_swa_attention_sink_bias": (False,),
-    "attention_value_scale": (1.0,),
     "attention_mode": ("gqa",),
     "projector_type": ("dflash", "dspark", "dflash2"),
-    "output_multiplier": (1.0,),
     "final_logit_softcapping": (0.0,),
-    "input_embedding_scale": (1.0,),
-    "logit_scale": (1.0,),
 }
 # Key -> field of `BlockHeadConfig`.
 _SELECTOR = {
@@ -110,62 +100,51 @@ def read(network: type[DFlash], values: dict[str, Any], problems: list[str]) -> 
     return config
 
 
-def write(
-    network: type[DFlash], config: BlockHeadConfig, base: dict[str, Any], target_layers: int | None
-) -> dict[str, Any]:
-    """Writes the keys of a folder.
+def write(network: type[DFlash], head: StoredHead, form: str) -> dict[str, Any]:
+    """Writes config.json: the keys of a folder, or the wrapper of speculators, which vLLM reads with the target's name.
 
-    Args:
-        base: Hugging Face's keys of the layers.
+    vLLM makes every layer of the wrapper causal unless `sliding_window_non_causal` is true; full layers are
+    bidirectional in speculators. So the flag is false for causal sliding layers alone.
     """
-    c = config
-    values = {"architectures": [ARCHITECTURES[network.__name__][0]], **base, **_layers(c), "block_size": c.block_size}
-    values |= {} if target_layers is None else {"num_target_layers": target_layers}
-    values |= {} if c.draft_vocab_size == c.vocab_size else {"draft_vocab_size": c.draft_vocab_size}
-    values |= {} if c.is_causal is None else {"is_causal": c.is_causal}
-    outputs = {"mask_token_id": c.mask_token_id, "target_layer_ids": [boundary - 1 for boundary in c.aux_layers]}
+    c, count, sliding = head.config, len(head.config.layer_types), SLIDING in head.config.layer_types
+    named, kind = {"architectures": [ARCHITECTURES[network.__name__][0]]}, network.__name__.lower()
+    layers = fields.llama(head) | {
+        "model_type": "qwen3",
+        "num_hidden_layers": count,
+        "layer_types": list(c.layer_types),
+    }
+    layers["use_sliding_window"] = sliding  # `Qwen3Config` drops `sliding_window` without it
+    layers |= {"sliding_window": c.sliding_window, "max_window_layers": count} if sliding else {}
+    own: dict[str, Any] = {}
     if network.corrector == "markov":
-        return values | outputs | _markov_keys(c)
-    selector = {key: getattr(c, field) for key, field in _SELECTOR.items()} if network.corrector == "selector" else {}
-    return values | {NESTED: outputs | selector}
-
-
-def write_speculators(
-    network: type[DFlash], config: BlockHeadConfig, base: dict[str, Any], verifier: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Writes the wrapper of speculators, which vLLM reads with the target's name.
-
-    vLLM makes every layer causal unless `sliding_window_non_causal` is true; full layers are bidirectional in
-    speculators. So the flag is false for causal sliding layers alone.
-    """
-    c = config
-    selector = {key: getattr(c, field) for key, field in _SELECTOR.items()} if network.corrector == "selector" else {}
-    drafts = c.block_size - network.first_row
-    return {
-        "architectures": [ARCHITECTURES[network.__name__][0]],
-        SPECULATORS_TYPE: network.__name__.lower(),
+        flags = dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), c.confidence)
+        own = {"markov_rank": c.markov_rank, "markov_head_type": "vanilla", **flags, "sample_from_anchor": True}
+    if network.corrector == "selector":
+        own = {key: getattr(c, field) for key, field in _SELECTOR.items()}
+    if form != SPECULATORS.name:
+        values = named | layers | {"block_size": c.block_size}
+        values |= {} if head.target_layers is None else {"num_target_layers": head.target_layers}
+        values |= {} if c.draft_vocab_size == c.vocab_size else {"draft_vocab_size": c.draft_vocab_size}
+        values |= {} if c.is_causal is None else {"is_causal": c.is_causal}
+        outputs = {"mask_token_id": c.mask_token_id, "target_layer_ids": [boundary - 1 for boundary in c.aux_layers]}
+        return values | (outputs | own if network.corrector == "markov" else {NESTED: outputs | own})
+    return named | {
+        SPECULATORS_TYPE: kind,
         "draft_vocab_size": c.draft_vocab_size,
         "block_size": c.block_size,
         "aux_hidden_state_layer_ids": list(c.aux_layers),
         "mask_token_id": c.mask_token_id,
-        "sliding_window_non_causal": not any(c.causal(i) for i in range(len(c.layer_types))),
-        **(_markov_keys(c) if network.corrector == "markov" else {"sample_from_anchor": False}),
-        **selector,
+        "sliding_window_non_causal": not any(c.causal(i) for i in range(count)),
+        **({} if network.corrector == "markov" else {"sample_from_anchor": False}),
+        **own,
         "tie_word_embeddings": False,
-        "transformer_layer_config": base | _layers(c),
-        "speculators_config": {
-            "algorithm": network.__name__.lower(),
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
-            "verifier": verifier or {"name_or_path": None, "architectures": []},
-        },
+        "transformer_layer_config": layers,
+        "speculators_config": speculation(kind, c.block_size - network.first_row, head.verifier),
     }
 
 
 def canonical(network: type[DFlash], config: BlockHeadConfig) -> BlockHeadConfig:
-    """Returns the one of all equal configs that is compared: causality and window where they change a layer, options of
-    other kinds at their defaults.
-    """
+    """Of equal configs returns the one that is compared: without a causality, window or option that changes nothing."""
     sliding = SLIDING in config.layer_types
     plain = dataclasses.replace(config, is_causal=None, sliding_window=config.sliding_window if sliding else None)
     layers = range(len(config.layer_types))
@@ -196,18 +175,17 @@ def contradictions(network: type[DFlash], config: BlockHeadConfig) -> list[str]:
 def _flat(values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """Merges top level, speculators' `transformer_layer_config` and `dflash_config`, which must not contradict."""
     flat: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name in ("transformer_layer_config", NESTED):
-        section = values.get(name) or {}
-        if not isinstance(section, dict):
-            problems.append(f"{name}: got {section!r}, expected an object")
-            continue
-        flat |= section
+        nested = values.get(name) or {}
+        if not isinstance(nested, dict):
+            problems.append(f"{name}: got {nested!r}, expected an object")
+            nested = {}
+        flat |= nested
     for key, value in values.items():
-        nested = values.get(NESTED)
-        inner = nested.get(key) if isinstance(nested, dict) else None
-        if inner is not None and value is not None and inner != value:
-            problems.append(f"{NESTED}.{key}: got {inner!r}, expected {value!r}, the value at top level")
         if value is not None:
+            if nested.get(key) not in (None, value):
+                problems.append(f"{NESTED}.{key}: got {nested[key]!r}, expected {value!r}, the value at top level")
             flat[key] = value
     return flat
 
@@ -287,35 +265,12 @@ def _layout(network: type[DFlash], flat: dict[str, Any], wrapped: bool) -> list[
     return []
 
 
-def _markov_keys(config: BlockHeadConfig) -> dict[str, Any]:
-    return {
-        "markov_rank": config.markov_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": config.confidence,
-        "confidence_head_with_markov": config.confidence,
-        "sample_from_anchor": True,
-    }
-
-
-def _layers(config: BlockHeadConfig) -> dict[str, Any]:
-    """Writes the layers' types; `Qwen3Config` drops `sliding_window` without `use_sliding_window`."""
-    c, sliding = config, SLIDING in config.layer_types
-    window = {"sliding_window": c.sliding_window, "max_window_layers": len(c.layer_types)} if sliding else {}
-    return {
-        "num_hidden_layers": len(c.layer_types),
-        "layer_types": list(c.layer_types),
-        "use_sliding_window": sliding,
-        **window,
-    }
-
-
 def _integer(flat: dict[str, Any], key: str, problems: list[str], least: int) -> int:
     """Reads an integer. Appends to `problems`; the result is then undefined."""
     value = flat.get(key)
-    if value is None:
-        problems.append(f"{key}: missing")
-    elif not isinstance(value, int) or isinstance(value, bool) or value < least:
-        problems.append(f"{key}: got {value!r}, expected an integer from {least} on")
-    else:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
+    problems.append(
+        f"{key}: missing" if value is None else f"{key}: got {value!r}, expected an integer from {least} on"
+    )
     return least

@@ -1,4 +1,8 @@
-"""Heads that draft a block in one pass (DFlash, DSpark, DFlash2) on disk, and their names in engines."""
+"""Heads that draft a block in one pass (DFlash, DSpark, DFlash2) on disk: their tensors, and their names in engines.
+
+Names of tensors are those of z-lab's and DeepSpec's checkpoints; projections are [out, in], as in torch. SGLang
+(models/dflash.py, dspark.py, 0.5.23) drops a tensor that it does not know without a message.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,14 @@ import functools
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.formats import fields
-from eagle3_jax.formats.blocks import compatibility, tensors
+from eagle3_jax.formats.blocks import compatibility
 from eagle3_jax.formats.blocks import config as block_config
-from eagle3_jax.formats.forms import SPECULATORS
-from eagle3_jax.formats.kind import StoredHead
 from eagle3_jax.formats.stored import StoredKind
 from eagle3_jax.formats.tensors import Tensors, canonical
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
 from eagle3_jax.models.drafts.dflash import FULL, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
@@ -22,6 +26,72 @@ from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.target_config import ModelConfig
 
 MASK_EMBEDDING = "mask_embedding.pt"
+MARKOV, CONFIDENCE, SELECTOR = "markov_head.", "confidence_head.proj.", "candidate_selector."
+# Other spelling -> canonical one (vLLM's qwen3_dflash.py, 0.32.0; SGLang has the last two).
+SPELLINGS = (("midlayer.", "layers.0."), ("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))
+
+
+def table(network: type[DFlash], config: BlockHeadConfig) -> dict[str, Entry]:
+    """Maps each parameter path in the head to its tensors, but the LM head."""
+    c = config
+    h = c.hidden_size
+    entries = {
+        "fc": kernel("fc.weight", h, len(c.aux_layers) * c.target_hidden_size),
+        "hidden_norm": plain("hidden_norm.weight", h),
+        "norm": plain("norm.weight", h),
+    }
+    for i in range(len(c.layer_types)):
+        layer = _layer(c, f"layers.{i}.", convolved=network.corrector == "selector")
+        entries |= {f"layers/{i}/{path}": entry for path, entry in layer.items()}
+    if network.corrector == "markov":
+        entries["markov_in"] = plain(f"{MARKOV}markov_w1.weight", c.vocab_size, c.markov_rank)
+        entries["markov_out"] = plain(f"{MARKOV}markov_w2.weight", c.draft_vocab_size, c.markov_rank)
+        if c.confidence:
+            entries["confidence"] = kernel(f"{CONFIDENCE}weight", 1, h + c.markov_rank)
+            entries["confidence_bias"] = plain(f"{CONFIDENCE}bias", 1)
+    if network.corrector == "selector":
+        entries["predecessors"] = plain(f"{SELECTOR}predecessor_codebook", c.vocab_size, c.selector_rank)
+        entries["successors"] = plain(f"{SELECTOR}successor_codebook", c.draft_vocab_size, c.selector_rank)
+        entries["selector"] = kernel(f"{SELECTOR}hidden_projection.weight", c.selector_rank, h)
+    return entries
+
+
+def _layer(config: BlockHeadConfig, layer: str, *, convolved: bool) -> dict[str, Entry]:
+    c = config
+    h, f, attention = c.hidden_size, c.intermediate_size, f"{layer}self_attn."
+    entries = {
+        "input_norm": plain(f"{layer}input_layernorm.weight", h),
+        "q": kernel(f"{attention}q_proj.weight", c.num_attention_heads * c.head_dim, h),
+        "kv": _keys_and_values(c, attention),
+        "o": kernel(f"{attention}o_proj.weight", h, c.num_attention_heads * c.head_dim),
+        "q_norm": plain(f"{attention}q_norm.weight", c.head_dim),
+        "k_norm": plain(f"{attention}k_norm.weight", c.head_dim),
+        "post_norm": plain(f"{layer}post_attention_layernorm.weight", h),
+        "mlp/gate": kernel(f"{layer}mlp.gate_proj.weight", f, h),
+        "mlp/up": kernel(f"{layer}mlp.up_proj.weight", f, h),
+        "mlp/down": kernel(f"{layer}mlp.down_proj.weight", h, f),
+    }
+    rows = 2 * c.conv_taps * h // c.conv_group  # ordered by side, tap and group
+    for name in ("attention_conv", "mlp_conv") if convolved else ():
+        entries[f"{name}/base"] = plain(f"{layer}{name}.base_kernel", 2, c.conv_taps, h)
+        entries[f"{name}/taps"] = kernel(f"{layer}{name}.kernel_projection.weight", rows, h)
+    return entries
+
+
+def _keys_and_values(config: BlockHeadConfig, attention: str) -> Entry:
+    """Fuses keys and values [kv_heads * d, H] each -> [H, kv_heads * 2 * d]: a head's key lies beside its value."""
+    c = config
+    shape = (c.num_key_value_heads * c.head_dim, c.hidden_size)
+
+    def part(index: tuple[slice, ...], *tensors: np.ndarray) -> np.ndarray:
+        heads = [x[:].reshape(c.num_key_value_heads, 1, c.head_dim, c.hidden_size) for x in tensors]
+        return np.concatenate(heads, axis=1).reshape(-1, c.hidden_size).T[index]
+
+    def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        heads = x.T.reshape(c.num_key_value_heads, 2, c.head_dim, c.hidden_size)
+        return heads[:, 0].reshape(shape), heads[:, 1].reshape(shape)
+
+    return Entry(dict.fromkeys((f"{attention}k_proj.weight", f"{attention}v_proj.weight"), shape), part, split)
 
 
 def _shape(network: type[DFlash], draft: DraftConfig, target: ModelConfig) -> BlockHeadConfig:
@@ -65,13 +135,6 @@ def _described(
     }
 
 
-def _values(network: type[DFlash], head: StoredHead, form: str) -> dict[str, Any]:
-    base = fields.llama(head) | {"model_type": "qwen3"}
-    if form == SPECULATORS.name:
-        return block_config.write_speculators(network, head.config, base, head.verifier)
-    return block_config.write(network, head.config, base, head.target_layers)
-
-
 def _kind(network: type[DFlash], method: str) -> StoredKind:
     of = functools.partial
     return StoredKind(
@@ -83,10 +146,10 @@ def _kind(network: type[DFlash], method: str) -> StoredKind:
         is_mine=lambda folder, values: block_config.describes(network, values),
         shape=of(_shape, network),
         described=of(_described, network),
-        table=of(tensors.table, network),
-        values=of(_values, network),
+        table=of(table, network),
+        values=of(block_config.write, network),
         engines=compatibility.ENGINES,
-        canonical=of(canonical, spellings=tensors.SPELLINGS),
+        canonical=of(canonical, spellings=SPELLINGS),
         on_disk=lambda config, target: block_config.canonical(network, config),
         contradictions=of(block_config.contradictions, network),
         drafts=lambda config: config.block_size - network.first_row,

@@ -16,12 +16,12 @@ import numpy as np
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.eagle2 import token_maps
 from eagle3_jax.formats.files import DraftFormatError
-from eagle3_jax.formats.kind import DraftKind, Path
-from eagle3_jax.formats.stored import filled, stale_embeddings
-from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER
+from eagle3_jax.formats.kinds import DraftKind, Path
+from eagle3_jax.formats.stored import filled, stale
+from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, layer_table
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv, tensor_problems
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, tensor_problems
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.rope import read_rope
@@ -39,12 +39,9 @@ def may_be_eagle2(values: dict[str, Any]) -> bool:
 
 
 def read_shape(folder: pathlib.Path, target: ModelConfig) -> Eagle2Config:
-    """Reads the shape of a head over the target's whole vocabulary from config.json alone.
+    """Reads the shape of a head over the target's whole vocabulary from config.json alone. Raises DraftFormatError.
 
     Without `bias`, fc has one, as in SafeAILab's code.
-
-    Raises:
-        DraftFormatError: every problem at once.
     """
     problems: list[str] = []
     values = files.read_config(folder)
@@ -68,31 +65,15 @@ def read_config(
     theta, scaling = read_rope(values, problems)
     if len(problems) > known:
         return None
-    return Eagle2Config(
-        **found,
-        draft_vocab_size=draft_vocab_size,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        target_layers=target_layers,
-        fc_bias=fc_bias,
-    )
+    own: dict[str, Any] = dict(draft_vocab_size=draft_vocab_size, target_layers=target_layers, fc_bias=fc_bias)
+    return Eagle2Config(**found, rope_theta=theta, rope_scaling=scaling, **own)
 
 
 def table(config: Eagle2Config) -> dict[str, Entry]:
     """Maps each parameter path in `Eagle2Head` to its tensors; the LM head has none."""
-    c = config
-    h, f = c.hidden_size, c.intermediate_size
-    attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
-    entries = {
-        "fc": kernel("fc.weight", h, 2 * h),
-        "attention/qkv": qkv(c, attention, h),
-        "attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
-        "post_norm": plain(f"{LAYER}post_attention_layernorm.weight", h),
-        "mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
-        "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
-        "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
-    }
-    return entries | ({"fc_bias": plain("fc.bias", h)} if c.fc_bias else {})
+    h = config.hidden_size
+    entries = layer_table(config, h) | {"fc": kernel("fc.weight", h, 2 * h)}
+    return entries | ({"fc_bias": plain("fc.bias", h)} if config.fc_bias else {})
 
 
 def _is_mine(folder: pathlib.Path, values: dict[str, Any]) -> bool:
@@ -116,7 +97,7 @@ class _Eagle2(DraftKind):
                 problems += [] if got == wanted else [f"{field}: got {got}, expected {wanted}, the target's"]
             expected = {name: shape for entry in table(config).values() for name, shape in entry.tensors.items()}
             problems += tensor_problems(tensors, expected, {EMBEDDINGS: (shape.vocab_size, shape.hidden_size)})
-        problems += stale_embeddings(tensors, target)
+        problems += stale(tensors, EMBEDDINGS, target.model.embed[...], "the target's embeddings")
         rows = dense(target.model.output_rows)
         if not isinstance(rows, jax.Array):
             problems.append("the target's LM head: not loaded, expected a target that is loaded whole")

@@ -45,7 +45,10 @@ def read(path: str | pathlib.Path, vocab_size: int) -> Int64[np.ndarray, " ids"]
         ValueError: no such file, another kind of file, or ids outside a vocabulary of `vocab_size`.
     """
     path = locate(path)
-    found = _READERS[path.suffix](path)
+    try:
+        found = _READERS[path.suffix](path)
+    except (ValueError, KeyError, SafetensorError, zipfile.BadZipFile) as error:
+        raise ValueError(f"token_map: {path}: no token map ({error})") from error
     if isinstance(found, list) and (others := [x for x in found if type(x) is not int]):  # numpy reads true as 1
         raise ValueError(f"token_map: {path}: got {others[0]!r}, expected a list of integers")
     ids = np.asarray(found)
@@ -80,39 +83,28 @@ def locate(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def _json(path: pathlib.Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"token_map: {path}: not JSON ({error})") from error
+    return json.loads(path.read_text())
 
 
 def _safetensors(path: pathlib.Path) -> Any:
-    try:
-        tensors = safetensors.numpy.load_file(path)
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(f"token_map: {path}: not safetensors ({error})") from error
+    tensors = safetensors.numpy.load_file(path)
     if NAME not in tensors and len(tensors) != 1:
-        raise ValueError(f"token_map: {path}: got tensors {sorted(tensors)}, expected {NAME!r}")
+        raise ValueError(f"got tensors {sorted(tensors)}, expected {NAME!r}")
     return tensors.get(NAME, next(iter(tensors.values())))
 
 
 def _torch(path: pathlib.Path) -> Any:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            (member,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
-            pickled = [(op.name, value) for op, value, _ in pickletools.genops(archive.read(member))]
-            pickled = [(name, value) for name, value in pickled if name not in _SILENT]
-            if tuple(None if name in _INTEGERS else name for name, _ in pickled) == _TENSOR:
-                return _tensor(archive, member.removesuffix("data.pkl"), [x for _, x in pickled if x is not None])
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise ValueError(f"token_map: {path}: not what torch saves ({error})") from error
+    with zipfile.ZipFile(path) as archive:
+        (member,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        pickled = [(op.name, value) for op, value, _ in pickletools.genops(archive.read(member))]
+        pickled = [(name, value) for name, value in pickled if name not in _SILENT]
+        if tuple(None if name in _INTEGERS else name for name, _ in pickled) == _TENSOR:
+            return _tensor(archive, member.removesuffix("data.pkl"), [x for _, x in pickled if x is not None])
     names = [name for name, _ in pickled]
     other = next((name for name in names if name not in _LIST), None)
     if other is not None or names.count("EMPTY_LIST") != 1:
         held = other or f"{names.count('EMPTY_LIST')} lists"
-        raise ValueError(
-            f"token_map: {path}: got a pickle with {held}, expected a list or a vector of integers and nothing else"
-        )
+        raise ValueError(f"got a pickle with {held}, expected a list or a vector of integers and nothing else")
     return [value for name, value in pickled if name in _INTEGERS]
 
 

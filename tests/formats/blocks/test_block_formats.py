@@ -1,9 +1,7 @@
 """Block heads on disk: names, keys and values of each form, round trips to the bit, and what is refused."""
 
 import dataclasses
-import json
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ from eagle3_jax.formats import heads
 from eagle3_jax.formats.blocks.compatibility import CPU, ENGINES
 from eagle3_jax.formats.blocks.kinds import DFLASH, DFLASH2, DSPARK, KINDS
 from eagle3_jax.formats.files import DraftFormatError
-from eagle3_jax.formats.kind import StoredHead
+from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.formats.stored import StoredKind
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING
@@ -97,37 +95,22 @@ FOLDERS = {
     "dspark": {"architectures": ["Qwen3DSparkModel"], **LAYERS_OF_TARGET, **MARKOV},
     "dflash2": {"architectures": ["DFlash2DraftModel"], "dflash_config": LAYERS_OF_TARGET | SELECTOR},
 }
-LAYER = {
-    "input_layernorm.weight": (16,),
-    "post_attention_layernorm.weight": (16,),
-    "self_attn.q_proj.weight": (32, 16),
-    "self_attn.k_proj.weight": (16, 16),
-    "self_attn.v_proj.weight": (16, 16),
-    "self_attn.o_proj.weight": (16, 32),
-    "self_attn.q_norm.weight": (8,),
-    "self_attn.k_norm.weight": (8,),
-    "mlp.gate_proj.weight": (24, 16),
-    "mlp.up_proj.weight": (24, 16),
-    "mlp.down_proj.weight": (16, 24),
-}
+LAYER = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (16,))
+LAYER |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (8,))
+LAYER |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (16, 16))
+LAYER |= {"self_attn.q_proj": (32, 16), "self_attn.o_proj": (16, 32), "mlp.down_proj": (16, 24)}
+LAYER |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (24, 16))
 CONVOLUTION = {
     f"{name}.{tensor}": shape
     for name in ("attention_conv", "mlp_conv")
     for tensor, shape in (("base_kernel", (2, 2, 16)), ("kernel_projection.weight", (16, 16)))
 }
+MARKOV_HEAD = dict.fromkeys(("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), (60, 8))
+CODEBOOKS = {f"candidate_selector.{name}_codebook": (60, 8) for name in ("predecessor", "successor")}
 OWN = {
     "dflash": {},
-    "dspark": {
-        "markov_head.markov_w1.weight": (60, 8),
-        "markov_head.markov_w2.weight": (60, 8),
-        "confidence_head.proj.weight": (1, 24),
-        "confidence_head.proj.bias": (1,),
-    },
-    "dflash2": {
-        "candidate_selector.predecessor_codebook": (60, 8),
-        "candidate_selector.successor_codebook": (60, 8),
-        "candidate_selector.hidden_projection.weight": (8, 16),
-    },
+    "dspark": MARKOV_HEAD | {"confidence_head.proj.weight": (1, 24), "confidence_head.proj.bias": (1,)},
+    "dflash2": CODEBOOKS | {"candidate_selector.hidden_projection.weight": (8, 16)},
 }
 
 
@@ -135,7 +118,7 @@ OWN = {
 def test_names_shapes_and_config_of_a_block_head(tmp_path: pathlib.Path, name: str) -> None:
     tensors, config = tiny_heads.read(written(tmp_path / "head", stored(KIND[name]), "sglang"))
     assert config == QWEN3 | FOLDERS[name] | {"block_size": 4, "num_target_layers": 6}
-    layer = LAYER | (CONVOLUTION if name == "dflash2" else {})
+    layer = {f"{tensor}.weight": shape for tensor, shape in LAYER.items()} | (CONVOLUTION if name == "dflash2" else {})
     expected = {"fc.weight": (16, 48), "hidden_norm.weight": (16,), "norm.weight": (16,), **OWN[name]}
     expected |= {f"layers.{i}.{tensor}": shape for i in range(2) for tensor, shape in layer.items()}
     assert {tensor: x.shape for tensor, x in tensors.items()} == expected
@@ -170,14 +153,11 @@ OPTIONS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "DFlash": ("dflash", ("sglang", "vllm", "speculators"), {}),
     "DSpark": ("dspark", ("sglang", "vllm", "speculators"), {}),
     "DFlash2": ("dflash2", ("sglang", "vllm", "speculators"), {}),
-    "one aux layer": ("dflash", ("vllm",), {"aux_layers": (3,)}),
     "sliding": ("dflash", ("sglang", "vllm", "speculators"), SLIDE),
     "sliding, bidirectional": ("dflash2", ("sglang", "vllm", "speculators"), SLIDE | {"is_causal": False}),
     "causal": ("dflash", ("sglang", "vllm"), {"is_causal": True}),
-    "full and sliding": ("dflash", ("sglang", "vllm"), MIXED),
     "full and sliding, bidirectional": ("dflash", ("vllm", "speculators"), MIXED | {"is_causal": False}),
     "draft vocabulary": ("dflash", ("vllm", "speculators"), {"draft_vocab_size": DRAFT_VOCAB}),
-    "draft vocabulary of DSpark": ("dspark", ("vllm", "speculators"), {"draft_vocab_size": DRAFT_VOCAB}),
     "draft vocabulary of DFlash2": ("dflash2", ("eagle3_jax",), {"draft_vocab_size": DRAFT_VOCAB}),
     "no confidence": ("dspark", ("sglang", "speculators"), {"confidence": False}),
     "llama3": ("dflash", ("sglang", "speculators"), {"rope_scaling": LLAMA3}),
@@ -214,19 +194,6 @@ def test_the_lm_head_of_the_whole_vocabulary_is_the_targets_own_array(target) ->
     np.testing.assert_array_equal(loaded.lm_head[...], np.asarray(rows, np.float32)[IDS])
     with pytest.raises(DraftFormatError, match=r"missing tensor lm_head.weight \[60, 16\]: to use the target's rows"):
         DFLASH.draft(stored(DFLASH), TARGET, jnp.float32)
-
-
-@pytest.mark.parametrize("name", KIND)
-def test_a_draft_is_saved_and_loaded(tmp_path: pathlib.Path, target, name: str) -> None:
-    head = make_block_head(KIND[name].network, **WHOLE, aux_layers=TARGET.aux_layers)
-    draft = Draft(head, jnp.arange(VOCAB, dtype=jnp.int32))
-    heads.save_draft(tmp_path / "head", draft, target=TARGET, dtype="float32", form="sglang", target_name="org/target")
-    loaded = heads.load_draft(tmp_path / "head", target=target)
-    assert type(loaded.head) is KIND[name].network
-    np.testing.assert_array_equal(loaded.token_ids, draft.token_ids)
-    np.testing.assert_array_equal(loaded.head.layers[1].kv[...], head.layers[1].kv[...])
-    with pytest.raises(DraftFormatError, match="token_map: got x.json, expected none: .* is a draft of D"):
-        heads.load_draft(tmp_path / "head", target=target, token_map="x.json")
 
 
 def test_a_target_is_observed_where_the_head_says(tmp_path: pathlib.Path) -> None:
@@ -310,16 +277,12 @@ def test_copies_of_the_targets_embeddings_and_lm_head(tmp_path: pathlib.Path, ta
 INNER = LAYERS_OF_TARGET
 REFUSED: list[tuple[StoredKind, dict[str, Any], dict[str, Any], str]] = [
     (DSPARK, {}, {"markov_head_type": "gated"}, "markov_head_type: got 'gated', expected 'vanilla': the Markov heads"),
-    (DSPARK, {}, {"markov_rank": 0}, "markov_rank: got 0, expected an integer from 1 on"),
     (DSPARK, {}, {"confidence_head_with_markov": False}, "confidence_head_with_markov: got False, expected True"),
     (DSPARK, {}, {"sample_from_anchor": False}, "sample_from_anchor: got False, expected True of DSpark"),
     (DFLASH, {}, {"sample_from_anchor": True}, "sample_from_anchor: got True, expected False of DFlash"),
     (DFLASH, {}, {"attention_bias": True}, "attention_bias: got True, expected False"),
-    (DFLASH, {}, {"dflash_config": INNER | {"attention_sink_bias": True}}, "attention_sink_bias: got True"),
     (DFLASH, {}, {"dflash_config": INNER | {"projector_type": "domino"}}, "projector_type: got 'domino', expected"),
-    (DFLASH, {}, {"is_neox_style": False}, "is_neox_style: got False, expected True"),
     (DFLASH, {}, {"rope_theta": None, "rope_parameters": None}, "rope_theta: missing"),
-    (DFLASH, {}, {"head_dim": None}, "head_dim: missing"),
     (DFLASH, {}, {"layer_types": [FULL]}, "layer_types: got ['full_attention'], expected 2 of"),
     (DFLASH, {}, {"layer_types": [SLIDING, FULL]}, "sliding_window: missing"),
     (DFLASH, {}, {"block_size": 1}, "block_size: got 1, expected an integer from 2 on"),
@@ -330,15 +293,11 @@ REFUSED: list[tuple[StoredKind, dict[str, Any], dict[str, Any], str]] = [
     (DFLASH, {}, {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "got boundaries [[1, 2, 4], [0, 1, 3]], expected"),
     (DFLASH, {}, {"num_target_layers": 7}, "num_target_layers: got 7, expected 6, the target's"),
     (DFLASH, {"mask_hidden": np.zeros(16, np.float32)}, {}, "surplus tensor mask_hidden"),
-    (DFLASH, {"fc.weight": None}, {}, "missing tensor fc.weight [16, 48]"),
-    (DFLASH, {"norm.weight": np.zeros(8, np.float32)}, {}, "norm.weight: got shape [8], expected [16]"),
-    (DFLASH, {"norm.weight": np.full(16, np.nan, np.float32)}, {}, "norm.weight: got NaN or infinity"),
     (DFLASH, {}, {"draft_vocab_size": 24}, "missing tensor d2t [24]"),
     (DFLASH2, {}, {"dflash_config": INNER | SELECTOR | {"final_logit_softcapping": 20.0}}, "final_logit_softcapping"),
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tensors", "fields", "message"), REFUSED, ids=[row[3] for row in REFUSED])
 def test_another_network_is_refused_by_field(tmp_path, kind, tensors, fields, message) -> None:
     folder = written(tmp_path / "head", stored(kind))
@@ -348,10 +307,13 @@ def test_another_network_is_refused_by_field(tmp_path, kind, tensors, fields, me
     assert message in str(caught.value)
 
 
-def test_a_mask_embedding_in_a_pickle_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_a_mask_embedding_in_a_pickle_and_another_architecture_are_refused(tmp_path: pathlib.Path) -> None:
     folder = written(tmp_path / "head", stored(DFLASH))
     (folder / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(DraftFormatError, match=r"mask_embedding.pt: got a pickle, which is never read; expected none"):
+        heads.read(folder)
+    tiny_heads.alter(folder, architectures=["LiLiCorrDraftModel"])
+    with pytest.raises(DraftFormatError, match=r"architectures: got \['LiLiCorrDraftModel'\]"):
         heads.read(folder)
 
 
@@ -410,13 +372,4 @@ def test_engines_that_run_a_head_are_named() -> None:
 
 def test_the_page_repeats_the_table() -> None:
     page = pathlib.Path(__file__).parents[3] / "docs/export-block-heads.md"
-    assert "\n".join(ENGINES.lines("block head")) in page.read_text()
-
-
-def test_another_kind_of_block_head_is_refused_by_its_architecture(tmp_path: pathlib.Path) -> None:
-    folder = written(tmp_path / "head", stored(DFLASH))
-    shutil.copytree(folder, tmp_path / "other")
-    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["LiLiCorrDraftModel"]}
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DraftFormatError, match=r"architectures: got \['LiLiCorrDraftModel'\]"):
-        heads.read(tmp_path / "other")
+    assert tiny_heads.table(ENGINES, "block head") in page.read_text()
