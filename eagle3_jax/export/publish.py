@@ -29,11 +29,7 @@ _TRAINING = ("epochs", "learning_rate", "batch_size", "row_length")
 def push(config: RunConfig, repository: str, *, upload: bool) -> str:
     """Uploads the run's export with its card to `repository` ("user/name"), as one commit; creates it if need be.
 
-    Args:
-        upload: False uploads nothing and makes no request.
-
-    Returns:
-        A list of the files that are uploaded, and the card.
+    Without `upload` nothing is uploaded and no request is made. Returns a list of the files, and the card.
 
     Raises:
         ManifestError: no finished training or export, a damaged one, or an unfinished stage that the card describes.
@@ -55,7 +51,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         found = f"{', '.join(others)} measured another head than" if others else "nothing in it measured"
         raise ValueError(f"{path}: {found} {config.folder('export')}; evaluate this one, and run `report` again")
     prepared = manifest.read(config.folder("prepare"), "prepare", verify=False)
-    text = card(config.card, report, exported, trained["identity"], prepared, folder, repository)
+    text = _card(config.card, report, exported, trained["identity"], prepared, folder, repository)
     paths = [folder / name for name in (files.CONFIG, files.WEIGHTS, manifest.NAME)]
     if upload:
         hub = huggingface_hub.HfApi()
@@ -72,7 +68,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
     return "\n".join([said, *sizes, f"  {CARD}:", "", text])
 
 
-def card(
+def _card(
     about: CardConfig,
     report: dict[str, Any],
     exported: dict[str, Any],
@@ -83,20 +79,13 @@ def card(
 ) -> str:
     """Renders the model card: `card.md` with the run's values, the hub's YAML in front.
 
-    Args:
-        report: `report.json` of the run.
-        exported: manifest of its export.
-        trained: identity of its training.
-        prepared: manifest of its prompts.
-        folder: of the exported head.
-
     Raises:
         ManifestError: the report lacks the results of a stage that the card describes.
     """
-    name, stages = report["target"]["name"], report["stages"]
+    name, identity = report["target"]["name"], exported["identity"]
     on_hub = "/" in name and not disk.is_remote(name) and not pathlib.Path(name).exists()
-    base, form, kind = split_revision(name)[0] if on_hub else None, _form(exported), kinds.of_folder(folder)
-    block = kind.block(folder)
+    form, kind = identity.get("converted_to") or identity["export"]["format"], kinds.of_folder(folder)
+    base, block = split_revision(name)[0] if on_hub else None, kind.block(folder)
     data = huggingface_hub.ModelCardData(
         base_model=base,
         library_name="eagle3_jax",
@@ -109,28 +98,29 @@ def card(
 
     training = choice.named(kind.name)
     settings = (*_TRAINING, *(training.settings if training else ()))
+    asked, held_out = report["prompts_file"], prepared["files"]["held_out.jsonl"]
+    others = f"Prompts of {asked['name']} (sha256 `{asked['sha256']}`)"
     values = {
         "about": about,
-        "answered": _results(stages, "regenerate")["train"],
+        "answered": _results(report, "regenerate")["train"],
         "block_size": files.read_config(folder).get("block_size"),
         "commands": _commands(kind, block, steps, base or "TARGET", repository, form),
         "engines": "" if form == EAGLE3_JAX.name else kind.served_by(kind.read(folder), form),
         "exported": exported,
         "label": kind.label,
-        "prepared": _results(stages, "prepare"),
-        "provenance": _results(stages, "extract")["train"]["provenance"],
-        "prompts": _prompts(report["prompts_file"], prepared["files"]["held_out.jsonl"]),
+        "prepared": _results(report, "prepare"),
+        "provenance": _results(report, "extract")["train"]["provenance"],
+        "prompts": "Held-out prompts" if asked["sha256"] == held_out else others,
         "report": report,
         "trained": trained,
         "training": {name: trained["train"][name] for name in settings},
     }
-    filters = {"counts": _counts, "json": json.dumps, "number": _number}
+    filters = {
+        "counts": lambda counted, form: ", ".join(form.format(*item) for item in counted.items()),
+        "json": json.dumps,
+        "number": lambda value: "-" if value is None else f"{value:.2f}",
+    }
     return str(huggingface_hub.ModelCard.from_template(data, str(_TEMPLATE), **values, **filters))
-
-
-def _form(exported: dict[str, Any]) -> str:
-    identity = exported["identity"]
-    return identity.get("converted_to") or identity["export"]["format"]
 
 
 def _commands(kind: DraftKind, block: int | None, steps: int, target: str, repository: str, form: str) -> list[str]:
@@ -153,21 +143,8 @@ def _of_heads(report: dict[str, Any]) -> dict[str, Any]:
     return {name: way for name, way in report["drafts"].items() if way["draft"]["files"]}
 
 
-def _prompts(file: dict[str, str], held_out: str) -> str:
-    name, digest = file["name"], file["sha256"]
-    return "Held-out prompts" if digest == held_out else f"Prompts of {name} (sha256 `{digest}`)"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _counts(values: dict[str, Any], form: str) -> str:
-    return ", ".join(form.format(*item) for item in values.items())
-
-
-def _results(stages: dict[str, Any], name: str) -> dict[str, Any]:
-    if "results" not in stages.get(name, {}):
-        expected = f"those of a finished `python -m eagle3_jax.{name}`; run `report` again where they are"
-        raise manifest.ManifestError(f"report.json: stages.{name}: got no results, expected {expected}")
-    return stages[name]["results"]
+def _results(report: dict[str, Any], stage: str) -> dict[str, Any]:
+    if "results" not in report["stages"].get(stage, {}):
+        expected = f"those of a finished `python -m eagle3_jax.{stage}`; run `report` again where they are"
+        raise manifest.ManifestError(f"report.json: stages.{stage}: got no results, expected {expected}")
+    return report["stages"][stage]["results"]

@@ -8,6 +8,7 @@ servers call it `spec_accept_histogram`.
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import time
 from typing import Any
 
@@ -34,16 +35,16 @@ def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
     except httpx2.InvalidURL as error:
         raise ServerError(f"{url}: {error}; expected a URL such as http://127.0.0.1:30000") from error
     with client as server:
-        version = _check_settings(_json(server, "GET", "/server_info"), request)
+        version = _check_settings(_ask(server, "GET", "/server_info"), request)
+        params = {"temperature": 0, "max_new_tokens": request["max_tokens"], "ignore_eos": request["ignore_eos"]}
 
         def generate(ids: list[int]) -> dict[str, Any]:
-            params = {"temperature": 0, "max_new_tokens": request["max_tokens"], "ignore_eos": request["ignore_eos"]}
-            return _json(server, "POST", "/generate", {"input_ids": ids, "sampling_params": params})
+            return _ask(server, "POST", "/generate", {"input_ids": ids, "sampling_params": params})
 
         seconds, found = 0.0, []
         with concurrent.futures.ThreadPoolExecutor(request["batch_size"]) as clients:
             for _ in range(2):  # the first turn warms up
-                _send(server, "POST", "/flush_cache")
+                _ask(server, "POST", "/flush_cache", json_expected=False)
                 start = time.perf_counter()
                 found = list(clients.map(generate, request["prompts"]))
                 seconds = time.perf_counter() - start
@@ -93,20 +94,14 @@ def _counters(meta: dict[str, Any], steps: int) -> tuple[int, list[int]]:
     return rounds, [sum(histogram[position:]) for position in range(1, steps + 1)]
 
 
-def _json(server: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    said = _send(server, method, path, body)
-    try:
-        return said.json()
-    except ValueError as error:
-        raise ServerError(f"{said.url}: got no JSON, expected SGLang's answer") from error
-
-
-def _send(server: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None) -> httpx2.Response:
+def _ask(server: httpx2.Client, method: str, path: str, body: Any = None, json_expected: bool = True) -> dict[str, Any]:
     try:
         said = server.request(method, path, json=body)
+        if said.is_error:
+            raise ServerError(f"{said.url}: got status {said.status_code}, {said.text[:500]!r}")
+        return said.json() if json_expected else {}
     except httpx2.HTTPError as error:
         url = str(server.base_url).rstrip("/")
         raise ServerError(f"{url}: no answer ({error}); expected a running SGLang server") from error
-    if said.is_error:
-        raise ServerError(f"{said.url}: got status {said.status_code}, {said.text[:500]!r}")
-    return said
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ServerError(f"{said.url}: got no JSON, expected SGLang's answer") from error

@@ -85,13 +85,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         found = engine.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
         after = counters(engine)
-    earlier = before[1] or [0] * len(after[1])
     return {
         "version": vllm.__version__,
         "answers": [list(output.outputs[0].token_ids) for output in found],
         "seconds": seconds[1:],
         "rounds": after[0] - before[0],
-        "accepted": [b - a for a, b in zip(earlier, after[1], strict=True)],
+        "accepted": [b - a for a, b in zip(before[1] or [0] * len(after[1]), after[1], strict=True)],
         "repaired": repaired,
     }
 

@@ -85,14 +85,6 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> check.Counted:
     return made_up
 
 
-def test_answers_of_one_token_take_no_round(untrained, predicted, monkeypatch):
-    one = dataclasses.replace(predicted, counts=AcceptanceCounts())
-    monkeypatch.setattr(check, "predict", lambda *_: one)
-    report = check.run(untrained, "held_out.jsonl", "numbers")
-    assert report["engines"]["numbers"]["accepted_per_position"] == [0, 0, 0]
-    assert "accepted at 3 0" in " ".join(check.table(report).split())
-
-
 def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, monkeypatch, tmp_path):
     (tmp_path / "map.json").write_text("[60, 61, 62]")
     config = dataclasses.replace(untrained, evaluate=dataclasses.replace(untrained.evaluate, token_map="map.json"))
@@ -105,6 +97,8 @@ def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, mo
 
     monkeypatch.setattr(check.Engine, "load", load)
     report = check.run(config, "held_out.jsonl", "numbers")
+    assert report["engines"]["numbers"]["accepted_per_position"] == [0, 0, 0]  # answers of one token take no round
+    assert "accepted at 3 0" in " ".join(check.table(report).split())
     assert asked == [(None, None), ("head", "map.json")]
     assert report["token_map"] == disk.digest(tmp_path / "map.json")
     (tmp_path / "without.json").write_text(json.dumps(report | {"token_map": None}))
@@ -135,36 +129,21 @@ def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
         with pytest.raises(check.CheckError, match=sentence):
             check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast | changed))
         assert pathlib.Path(untrained.run_dir, "check/vllm.json").exists()
+    bfloat16 = dataclasses.replace(untrained, target=dataclasses.replace(untrained.target, dtype="bfloat16"))
+    report = check.run(bfloat16, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast | {"rounds": rounds + 1}))
+    said = f"vllm: rounds: got {rounds + 1}, expected {rounds}"
+    assert report["differences"] == [said]
+    end = ["bfloat16: only float32 is required to be equal; differences: 1", f"  {said}"]
+    assert check.table(report).splitlines()[-2:] == end
     with pytest.raises(check.CheckError, match="plain greedy answers are others than this package's"):
         check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain | {"answers": other}, fast))
     with pytest.raises(check.CheckError, match="exit status 3: out of memory"):
         check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast, status=3))
-
-
-def test_in_bfloat16_differences_are_said_and_are_no_error(untrained, tmp_path, predicted):
-    config = dataclasses.replace(untrained, target=dataclasses.replace(untrained.target, dtype="bfloat16"))
-    plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
-    fast = plain | {
-        "answers": predicted.answers,
-        "rounds": predicted.counts.rounds,
-        "accepted": predicted.counts.accepted,
-    }
-    report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
-    assert "bfloat16: only float32 is required to be equal; differences: none" in check.table(report)
-    fast |= {"rounds": predicted.counts.rounds + 1}
-    report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
-    said = f"vllm: rounds: got {predicted.counts.rounds + 1}, expected {predicted.counts.rounds}"
-    assert report["differences"] == [said]
-    assert check.table(report).splitlines()[-2:] == [
-        "bfloat16: only float32 is required to be equal; differences: 1",
-        f"  {said}",
-    ]
-
-
-def test_vllm_is_asked_one_request_at_a_time(untrained, tmp_path):
     several = dataclasses.replace(untrained, evaluate=dataclasses.replace(untrained.evaluate, batch_size=2))
     with pytest.raises(ValueError, match=r"evaluate.batch_size: got 2, expected 1"):
         check.run(several, "held_out.jsonl", "vllm", tmp_path / "python")
+    with pytest.raises(SystemExit, match=r"--vllm nowhere: not found; `bash tools/install_vllm_cpu.sh` makes it"):
+        export.main(["--config", "run.yaml", "--check", "vllm", "--vllm", "nowhere", "--prompts", "held_out.jsonl"])
 
 
 @pytest.mark.slow
@@ -206,15 +185,6 @@ def test_an_earlier_report_must_be_of_the_same_work(untrained, predicted, tmp_pa
     expected = rf"reference.json: rounds: got {predicted.counts.rounds}, expected {predicted.counts.rounds - 1}"
     with pytest.raises(SystemExit, match=expected):
         export.main([*asked, "--expect", str(reference)])
-
-
-@pytest.mark.slow
-def test_the_command_line_says_how_to_get_vllm(config, capsys):
-    prompts = str(held_out(config))
-    with pytest.raises(SystemExit, match=r"--vllm nowhere: not found; `bash tools/install_vllm_cpu.sh` makes it"):
-        export.main(["--config", "run.yaml", "--check", "vllm", "--vllm", "nowhere", "--prompts", prompts])
-    export.main(["--config", "run.yaml", "--check", "numbers", "--prompts", prompts, "--evaluate.limit", "2"])
-    assert "accepted at 3" in capsys.readouterr().out
 
 
 def test_vllm_is_asked_for_what_the_request_says_and_counts_one_turn(monkeypatch):

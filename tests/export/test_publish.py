@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import re
 import shutil
 from typing import Any
 
@@ -95,19 +94,29 @@ def test_a_head_is_uploaded_in_one_commit_with_its_card(config, hub):
         assert words in text
 
 
-def test_the_card_lists_sources_with_their_licences(config):
+def test_the_card_lists_sources_with_their_licences_and_what_others_answered(config):
     path = pathlib.Path(config.run_dir, "report.json")
     found = json.loads(path.read_text())
     learned = found["stages"]["extract"]["results"]["train"]
     assert sum(sum(x.values()) for x in learned["provenance"].values()) == learned["records"]
     learned["provenance"] = {"tfds:b": {"unstated": 7}, "jsonl:a": {"mit": 1234, "cc-by-4.0": 5}}
+    ours = "- 1,200 conversations, 4,567 answered tokens, the target's own."
+    others = "- 300 conversations given, answered elsewhere; whether by this target was not checked."
+    for target, given, said in ((1200, 300, [ours, others]), (1200, 0, [ours]), (0, 300, [others])):
+        answered = {"answered_by": {"target": target, "given": given}, "tokens": 4567}
+        found["stages"]["regenerate"]["results"]["train"] |= answered
+        path.write_text(json.dumps(found))
+        lines = publish.push(config, "me/head", upload=False).splitlines()
+        assert [line for line in lines if line.startswith("- ") and "conversations" in line] == [
+            *said,
+            "- Source jsonl:a, licence cc-by-4.0: 5 conversations.",
+            "- Source jsonl:a, licence mit: 1,234 conversations.",
+            "- Source tfds:b, licence unstated: 7 conversations.",
+        ]
+    found["stages"]["prepare"] = {"seconds": 3}
     path.write_text(json.dumps(found))
-    lines = [line for line in publish.push(config, "me/head", upload=False).splitlines() if "- Source" in line]
-    assert lines == [
-        "- Source jsonl:a, licence cc-by-4.0: 5 conversations.",
-        "- Source jsonl:a, licence mit: 1,234 conversations.",
-        "- Source tfds:b, licence unstated: 7 conversations.",
-    ]
+    with pytest.raises(manifest.ManifestError, match=r"stages.prepare: got no results, expected .* `report` again"):
+        publish.push(config, "me/head", upload=False)
 
 
 def test_a_block_head_s_card_says_its_kind_its_block_and_its_flags(config, chain, hub):
@@ -138,6 +147,26 @@ def test_a_block_head_s_card_says_its_kind_its_block_and_its_flags(config, chain
         assert words in said.text, words
 
 
+def test_every_evaluation_is_of_the_head_that_is_pushed_or_of_none_and_says_its_own_settings(config, chain):
+    older = changed(chain, {"files": chain["identity"]["draft"]["files"] | {"model.safetensors": "0" * 64}})
+    with pytest.raises(ValueError, match=r"report.json: auto, tree measured another head than .*export; evaluate"):
+        card(config, chain=chain, tree=older, auto=older)
+    deep = {"num_steps": 8, "topk": 1, "num_draft_tokens": 9}
+    lookup = changed(chain, {"folder": "lookup", "files": None}, tree=deep, temperature=0.5, max_tokens=7, batch_size=4)
+    with pytest.raises(ValueError, match=r"report.json: nothing in it measured .*export; evaluate"):
+        card(config, copied=lookup)
+    nothing: dict[str, Any] = {"tau": None, "alpha": [None], "speedup": None}
+    chain["categories"]["odd"] |= nothing
+    said = card(config, copied=lookup, own=chain)
+    assert "copied (not this head: lookup), {" in said and "temperature 0.5, 7 tokens, batch 4" in said
+    assert "own, {" in said and "temperature 0.0, 96 tokens, batch 1" in said
+    assert '"num_speculative_tokens": 3' in said, "the head's own depth"
+    assert "| odd | - | - | - |" in said and "\nHeld-out prompts." in said
+    chain["identity"]["prompts_file"] = {"name": "train.jsonl", "sha256": "ab"}
+    said = card(config, chain=chain)
+    assert "\nPrompts of train.jsonl (sha256 `ab`). " in said and "Held-out" not in said
+
+
 def test_a_hub_that_does_not_answer_is_one_sentence(config, monkeypatch):
     class Api:
         def create_repo(self, repository: str, *, exist_ok: bool) -> None:
@@ -149,31 +178,10 @@ def test_a_hub_that_does_not_answer_is_one_sentence(config, monkeypatch):
         export.main(asked)
 
 
-def test_only_held_out_prompts_are_called_so(config, chain):
-    assert "\nHeld-out prompts." in card(config, chain=chain)
-    chain["identity"]["prompts_file"] = {"name": "train.jsonl", "sha256": "ab"}
-    said = card(config, chain=chain)
-    assert "\nPrompts of train.jsonl (sha256 `ab`). " in said and "Held-out" not in said
-
-
-@pytest.mark.parametrize("stage", ["prepare", "regenerate"])
-def test_a_stage_that_is_missing_in_the_report_is_named(config, stage):
-    path = pathlib.Path(config.run_dir, "report.json")
-    found = json.loads(path.read_text())
-    found["stages"][stage] = {"seconds": 3}
-    path.write_text(json.dumps(found))
-    with pytest.raises(manifest.ManifestError, match=rf"stages.{stage}: got no results, expected .* `report` again"):
-        publish.push(config, "me/head", upload=False)
-
-
-def test_nothing_is_uploaded_unless_asked_for(config, hub, capsys):
+def test_what_the_card_could_not_say_truly_is_refused(config, hub, capsys):
     export.main(["--config", "run.yaml", "--card.license", "mit", "--push-to-hub", "me/head"])
     said = capsys.readouterr().out
-    assert not hub
-    assert "would go to me/head; `--upload` uploads it" in said and "license: mit" in said
-
-
-def test_what_the_card_could_not_say_truly_is_refused(config, hub):
+    assert not hub and "would go to me/head; `--upload` uploads it" in said and "license: mit" in said
     with pytest.raises(ValueError, match=r"card.license: got None"):
         publish.push(dataclasses.replace(config, card=CardConfig()), "me/head", upload=True)
     path = pathlib.Path(config.run_dir, "report.json")
@@ -190,69 +198,3 @@ def test_what_the_card_could_not_say_truly_is_refused(config, hub):
     with pytest.raises(ValueError, match="config.json"):
         publish.push(config, "me/head", upload=True)
     assert not hub
-
-
-def test_every_evaluation_must_be_of_the_head_that_is_pushed(config, chain):
-    older = changed(chain, {"files": chain["identity"]["draft"]["files"] | {"model.safetensors": "0" * 64}})
-    with pytest.raises(ValueError, match=r"report.json: auto, tree measured another head than .*export; evaluate"):
-        card(config, chain=chain, tree=older, auto=older)
-
-
-def test_an_evaluation_without_a_head_neither_refuses_nor_vouches(config, chain):
-    deep = {"num_steps": 8, "topk": 1, "num_draft_tokens": 9}
-    lookup = changed(chain, {"folder": "lookup", "files": None}, tree=deep)
-    said = card(config, copied=lookup, own=chain)
-    assert "copied (not this head: lookup), {" in said and "own, {" in said
-    assert '"num_speculative_tokens": 3' in said, "the head's own depth"
-    with pytest.raises(ValueError, match=r"report.json: nothing in it measured .*export; evaluate"):
-        card(config, copied=lookup)
-
-
-def test_each_evaluation_says_its_own_settings(config, chain):
-    sampled = changed(chain, {}, temperature=0.5, max_tokens=7, batch_size=4)
-    said = [
-        line for line in card(config, chain=chain, tree=sampled).splitlines() if line.startswith(("chain, ", "tree, "))
-    ]
-    assert [re.sub(r", [^,]+, \d+ cores:", "", line.partition("}, ")[2]) for line in said] == [
-        "temperature 0.0, 96 tokens, batch 1",
-        "temperature 0.5, 7 tokens, batch 4",
-    ]
-    assert all(line.endswith(" cores:") for line in said)
-
-
-def test_what_was_not_measured_is_a_dash(config, chain):
-    nothing: dict[str, Any] = {"tau": None, "alpha": [], "speedup": None}
-    chain["categories"]["odd"] |= nothing
-    chain["categories"]["even"] |= nothing | {"alpha": [None, None]}
-    said = card(config, chain=chain)
-    assert "| odd | - | - | - |" in said and "| even | - | - | - |" in said
-
-
-@pytest.mark.parametrize(
-    ("target", "given", "said"),
-    [
-        (0, 900, ["- 900 conversations given, answered elsewhere; whether by this target was not checked."]),
-        (
-            1200,
-            300,
-            [
-                "- 1,200 conversations, 4,567 answered tokens, the target's own.",
-                "- 300 conversations given, answered elsewhere; whether by this target was not checked.",
-            ],
-        ),
-        (1200, 0, ["- 1,200 conversations, 4,567 answered tokens, the target's own."]),
-    ],
-)
-def test_conversations_answered_elsewhere_are_not_called_the_target_s_own(config, target, given, said):
-    path = pathlib.Path(config.run_dir, "report.json")
-    found = json.loads(path.read_text())
-    found["stages"]["regenerate"]["results"]["train"] |= {
-        "conversations": target + given,
-        "answered_by": {"target": target, "given": given},
-        "tokens": 4567 if target else 0,
-    }
-    path.write_text(json.dumps(found))
-    lines = publish.push(config, "me/head", upload=False).splitlines()
-    assert [
-        line for line in lines if line.startswith("- ") and "conversations" in line and "- Source" not in line
-    ] == said

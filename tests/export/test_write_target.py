@@ -20,8 +20,7 @@ from eagle3_jax.models.checkpoint.load import INDEX
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shard_bytes", [10**9, 50_000])
+@pytest.mark.parametrize(("dtype", "shard_bytes"), [("float32", 10**9), ("bfloat16", 50_000)])
 def test_a_written_target_is_the_same_target(tmp_path, dtype, shard_bytes):
     folder = tiny.write_target(tmp_path / "target")
     target = load_target(TargetConfig(name=str(folder), dtype=dtype, aux_layers=(1, 2, 3)))
