@@ -187,7 +187,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise ValueError(f"--{flag}: got it without --{_NEEDS[flag]}, expected both")
         if len(ways) > 1:
             raise ValueError(f"--{ways[1]}: got it with --{ways[0]}, expected one of them")
-        _INSTEAD[ways[0]](config, asked) if ways else run(config)
+        if ways:
+            _INSTEAD[ways[0]](config, asked)
+        else:
+            run(config)
 
 
 def _check(config: RunConfig, asked: argparse.Namespace) -> None:

@@ -89,8 +89,8 @@ class StoredKind(DraftKind):
             shape = target.model.config if isinstance(target, Target) else target
             if shape is not None:
                 problems += self.misfits(config, shape)
-                depth, layers = found.get("target_layers"), shape.num_hidden_layers
-                if depth not in (None, layers):
+                layers = shape.num_hidden_layers
+                if (depth := found.get("target_layers")) not in (None, layers):
                     problems.append(f"num_target_layers: got {depth!r}, expected {layers}, the target's")
             if isinstance(target, Target):
                 problems += stale(tensors, EMBEDDINGS, target.model.embed[...], "the target's embeddings")

@@ -92,7 +92,12 @@ def read(network: type[DFlash], values: dict[str, Any], problems: list[str]) -> 
     found |= _markov(flat, problems) if network.corrector == "markov" else {}
     if network.corrector == "selector":
         found |= {field: _integer(flat, key, problems, 1) for key, field in _SELECTOR.items()}
-    problems += _layout(network, flat, wrapped)
+    predicts, said = network.corrector == "markov", flat.get("sample_from_anchor")  # whether the anchor's row does
+    if said is None and wrapped and predicts:
+        absent = "vLLM takes an absent one for False, speculators for True"
+        problems.append(f"sample_from_anchor: missing, expected True; {absent}")
+    if said not in (None, predicts):
+        problems.append(f"sample_from_anchor: got {said!r}, expected {predicts} of {network.__name__}")
     if len(problems) > known:
         return None
     config = canonical(network, BlockHeadConfig(**sizes, **found))
@@ -253,16 +258,6 @@ def _markov(flat: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         got = flat.get("confidence_head_with_markov", False)
         problems.append(f"confidence_head_with_markov: got {got!r}, expected True where there is a confidence head")
     return {"markov_rank": _integer(flat, "markov_rank", problems, 1), "confidence": confidence}
-
-
-def _layout(network: type[DFlash], flat: dict[str, Any], wrapped: bool) -> list[str]:
-    """Lists a layout of the block that is not the kind's: whether the anchor's row predicts."""
-    wanted, got = network.corrector == "markov", flat.get("sample_from_anchor")
-    if got is None and wrapped and network.corrector == "markov":
-        return ["sample_from_anchor: missing, expected True; vLLM takes an absent one for False, speculators for True"]
-    if got is not None and got is not wanted:
-        return [f"sample_from_anchor: got {got!r}, expected {wanted} of {network.__name__}"]
-    return []
 
 
 def _integer(flat: dict[str, Any], key: str, problems: list[str], least: int) -> int:

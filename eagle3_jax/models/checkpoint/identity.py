@@ -25,10 +25,7 @@ def identify(
 ) -> dict[str, Any]:
     """Makes the identity of a target for manifests, as JSON: `FIELDS`, name, commit, architecture and dtype.
 
-    Args:
-        files: digests of its weight files, see `load.file_digests`.
-        config: the parsed config.json, whatever its spelling.
-        commit: commit of the hub's repository; None for a target from elsewhere.
+    `files` are digests of its weight files, see `load.file_digests`; `commit` is the hub's, None without a hub.
     """
     # Aux layers select the hidden states to keep and do not change the model; the files tell the kind of the scales.
     architecture = dataclasses.asdict(dataclasses.replace(config, aux_layers=()))
