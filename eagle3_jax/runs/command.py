@@ -32,9 +32,8 @@ class Stopped(Exception):
 def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> Iterator[None]:
     """Runs the body of a verb's `main`, joined with the run's other processes; an end of one ends all.
 
-    The exit status is 1, with one sentence, for errors of a user (ValueError) and of a machine (OSError: disk full, no
-    permission). It is `stopped` after SIGTERM. After Ctrl-C the process ends by SIGINT (status 130), so that a shell
-    ends the script or loop around it; with `stopped` 0 it exits with 0.
+    A user's error (ValueError) or a machine's (OSError) ends it with one sentence and status 1. After Ctrl-C it ends by
+    SIGINT (status 130), so that a shell ends the script or loop around it; with `stopped` 0 it exits with 0.
 
     Args:
         verb: its name, for messages.
@@ -48,7 +47,7 @@ def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> It
 
     def said() -> str:
         again = "" if resumes is None else f"; run it again, and it {'goes on from here' if resumes else 'begins anew'}"
-        return f"{prefix}stopped by {_name(_asked or signal.SIGTERM)}{again}"
+        return f"{prefix}stopped by {'Ctrl-C' if _asked == signal.SIGINT else 'SIGTERM'}{again}"
 
     def note(number: int, _: Any) -> None:
         global _asked
@@ -85,10 +84,6 @@ def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> It
         raise
     finally:
         signal.signal(signal.SIGINT, at_ctrl_c)
-
-
-def _name(asked: signal.Signals) -> str:
-    return "Ctrl-C" if asked == signal.SIGINT else asked.name
 
 
 def _end(said: str, asked: signal.Signals, status: int) -> NoReturn:
@@ -128,10 +123,7 @@ EXTRAS = {
 def require(*extras: str, unused: Collection[str] = ()) -> None:
     """Checks that the extras are installed; else ends a verb with one sentence, raises ImportError in other programs.
 
-    A verb's `--help` needs no extra: `require` prints it and exits.
-
-    Args:
-        unused: modules of the extras that this run does not import.
+    A verb's `--help` needs no extra: `require` prints it and exits. Modules in `unused` may be missing.
     """
     missing = {
         extra: [name for name in EXTRAS[extra] if name not in unused and importlib.util.find_spec(name) is None]

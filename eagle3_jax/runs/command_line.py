@@ -20,12 +20,9 @@ _PROMPTS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one verb; its help lists the fields of the config as well.
+    """The parser of a verb ("train", "benchmark decode"); `says` is a sentence about it.
 
-    Args:
-        verb: as it is called: "train", "benchmark decode".
-        says: one sentence about it.
-        sections: the sections of the config that it reads.
+    Its help also lists the `sections` of the config that the verb reads.
     """
 
     def __init__(self, verb: str, says: str, sections: Sequence[str]) -> None:
@@ -38,7 +35,6 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     def format_help(self) -> str:
-        """Lists the flags, and the fields of the config with their meaning and defaults."""
         said = "The run's YAML holds these fields, or they are given here; the defaults hold where neither names one. "
         said += "Fields of other sections are taken too. Lists of sources and of trees stand in the YAML alone."
         fields = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, description=said)
@@ -64,7 +60,6 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON file for the report")
     parser.add_argument("--replace", action="store_true", help="what another measurement has at --output gives way")
 
@@ -74,16 +69,10 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
     parser.add_argument("--compare", choices=["transformers"], help="is measured as well")
 
 
-def _tune(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
-
-
 def _serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
     for flag, value, text in (
         ("--compare", "NAME=URL", "a running OpenAI server (http://HOST:PORT/v1), measured as well"),
         ("--compare-key", "NAME=VARIABLE", "the environment variable that holds its API key"),
@@ -93,13 +82,11 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Verb:
-    """A verb's command line.
+    """A verb's command line, see `Parser`.
 
     Attributes:
-        says: one sentence about it.
-        sections: those of the config that it reads.
         add_flags: its own.
-        alone: whether it measures a target without a run, named by `--target` instead of `--config`.
+        alone: whether it measures on `--prompts`, also a target without a run, named by `--target`.
     """
 
     says: str
@@ -136,7 +123,6 @@ _VERBS = {
     "benchmark tune": _Verb(
         "Finds the fastest draft size at every batch size, and writes a config with it.",
         (*_MODELS, "benchmark"),
-        _tune,
         alone=True,
     ),
     "benchmark serve": _Verb("Times servers under traffic.", (*_MODELS, "serve", "traffic"), _serve, alone=True),
@@ -147,12 +133,11 @@ def parser_of(verb: str) -> Parser:
     """Builds the verb's parser; the arguments it does not know are overrides of the config."""
     known = _VERBS[verb]
     parser = Parser(verb, known.says, known.sections)
-    instead = "; or name a --target, for this package's head" if known.alone else ""
-    parser.add_argument(
-        "--config", required=not known.alone, metavar="FILE", help=f"YAML run file, see configs/{instead}"
-    )
+    said = "YAML run file, see configs/" + "; or name a --target, for this package's head" * known.alone
+    parser.add_argument("--config", required=not known.alone, metavar="FILE", help=said)
     if known.alone:
         parser.add_argument("--target", metavar="NAME", help="target.name")
+        parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
     known.add_flags(parser)
     return parser
 
@@ -161,8 +146,7 @@ def read(verb: str, argv: Sequence[str] | None = None) -> tuple[RunConfig, argpa
     """Parses `python -m eagle3_jax.<verb> --config FILE [--flag VALUE ...] [--section.field VALUE ...]`.
 
     Without a run the folder of the run is the working directory, and drafts are those of the head in this package.
-
-    Exits with status 2 and a clear sentence when the configuration is refused, or a bucket that it names.
+    Exits with status 2 and a sentence when the configuration is refused, or a bucket that it names.
     """
     parser = parser_of(verb)
     arguments, rest = parser.parse_known_args(argv)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import filelock
 
 from eagle3_jax.runs import processes
-from eagle3_jax.runs.bucket import access, clients, copies, leases, logs, objects
+from eagle3_jax.runs.bucket import clients, leases, logs, objects
 from eagle3_jax.runs.bucket.clients import Path
 
 # The object that marks a folder of a bucket as whole.
@@ -62,24 +62,19 @@ def is_remote(path: str | Path) -> bool:
 def check_address(field: str, address: str, *, writable: bool = True) -> None:
     """Refuses the address of a bucket that does not exist or, with `writable`, may not be written; asks the bucket.
 
-    Raises:
-        AddressError: field, got, expected. See `check_name` too.
+    Raises AddressError, as `check_name` does.
     """
     if writable or is_remote(address):
         check_name(field, path_of(address))
     if is_remote(address):
         try:
-            access.check(address, writable=writable)
+            objects.check(address, writable=writable)
         except ValueError as error:
             raise AddressError(f"{field}: {error}") from error
 
 
 def check_name(field: str, path: Path) -> None:
-    """Refuses a path that Orbax, TensorStore or `etils` would take for another one or for a pattern.
-
-    Raises:
-        AddressError: field, got, expected.
-    """
+    """Refuses, by AddressError, a path that Orbax, TensorStore or `etils` would take for another one or a pattern."""
     place = str(absolute(path))
     special = "*?[\\#" if is_remote(path) else "*?[\\"
     if strange := [character for character in special if character in place]:
@@ -137,10 +132,9 @@ def free_bytes(folder: Path) -> int | None:
 def local(folder: Path, without: str = "*") -> pathlib.Path:
     """Returns a local folder with the files of this one: itself, or a copy that lives as long as this process.
 
-    Args:
-        without: the ending of files that are not copied.
+    Files whose name ends with `without` are not copied.
     """
-    return copies.mirror(folder, without) if is_remote(folder) else folder
+    return objects.mirror(folder, without) if is_remote(folder) else folder
 
 
 def is_whole(folder: Path) -> bool:
@@ -167,7 +161,7 @@ def atomic(path: str | Path) -> Iterator[pathlib.Path]:
     In a bucket a file is one object with a generation precondition; a folder is whole where its manifest is.
     """
     if is_remote(path):
-        with copies.staged(path_of(path), last=_LAST) as temporary:
+        with objects.staged(path_of(path), last=_LAST) as temporary:
             yield temporary
         return
     path = pathlib.Path(path)
@@ -201,8 +195,17 @@ def lock(path: str | Path) -> Iterator[None]:
     file = path.with_name(f".{path.name}.lock")
     remote = is_remote(path)
     with contextlib.ExitStack() as held:
-        owner = processes.agree(lambda: held.enter_context((_lease if remote else _lock)(path, file)))
-        there = leases.holder(file) if remote else file.read_text() if file.exists() else None
+
+        def take() -> str:
+            owner = f"process {os.getpid()} on host {socket.gethostname()}"
+            try:
+                held.enter_context(leases.lease(file, owner, _end) if remote else _lock(path, file, owner))
+            except leases.Held as error:
+                raise LockError(f"{path}: in use by {error}, wait for its end") from error
+            return owner
+
+        owner = processes.agree(take)
+        there = leases.holder(file) if remote else file.read_text().strip() if file.exists() else None
         if there != owner:
             raise LockError(f"{path}: not what process 0 has there, expected a run_dir that all hosts share")
         yield
@@ -210,35 +213,21 @@ def lock(path: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lock(path: pathlib.Path, file: pathlib.Path) -> Iterator[str]:
-    """Yields the owner that the lock's file names."""
+def _lock(path: pathlib.Path, file: pathlib.Path, owner: str) -> Iterator[None]:
+    """Holds a lock whose file names the owner. Raises Held."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held = filelock.FileLock(file, blocking=False, fallback_to_soft=False)
     try:
         held.acquire()
     except filelock.Timeout as error:
-        owner = file.read_text().strip() or "another process"
-        raise LockError(f"{path}: in use by {owner}, wait for its end") from error
+        raise leases.Held(file.read_text().strip() or "another process") from error
     try:
-        owner = f"process {os.getpid()} on host {socket.gethostname()}\n"
-        file.write_text(owner)
+        file.write_text(f"{owner}\n")
         for left_behind in [*path.parent.glob(f".{glob.escape(path.name)}.*.partial"), *path.rglob(".*.partial")]:
             _remove(left_behind)
-        yield owner
+        yield
     finally:
         held.release()
-
-
-@contextlib.contextmanager
-def _lease(path: Path, file: Path) -> Iterator[str]:
-    """Yields the owner that the lease names."""
-    owner = f"process {os.getpid()} on host {socket.gethostname()}"
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(leases.lease(file, owner, _end))
-        except leases.Held as error:
-            raise LockError(f"{path}: in use by {error}, wait for its end") from error
-        yield owner
 
 
 def _end(sentence: str) -> None:
@@ -288,13 +277,11 @@ class Log:
     """
 
     def __init__(self, path: Path) -> None:
-        self._log = logs.SegmentedLog(path) if is_remote(path) else path.open("a", encoding="utf-8")
+        self._log = logs.SegmentedLog(path) if is_remote(path) else path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, line: str) -> None:
         """Adds a line, with its line feed. Raises OSError."""
         self._log.write(line)
-        if not isinstance(self._log, logs.SegmentedLog):
-            self._log.flush()
 
     def append(self, value: Any) -> None:
         """Adds a line for `read_log`: a checksum and JSON."""
@@ -313,17 +300,13 @@ class Log:
 
 
 def log_lines(path: Path) -> list[bytes]:
-    """Reads the whole lines of a log; empty where there is none. Cuts a last line that a kill tore off the file."""
+    """Reads the whole lines of a log; empty where there is none. Cuts as `open_log` does."""
     with open_log(path) as stream:
         return stream.read().splitlines()
 
 
 def read_log(path: str | Path) -> list[Any]:
-    """Reads the values of `Log.append`; empty where there is no log. Cuts a last line that a kill tore off the file.
-
-    Raises:
-        JsonError: a whole line was altered.
-    """
+    """Reads the values of `Log.append`; empty where there is no log. Raises JsonError: a whole line was altered."""
     with open_log(path_of(path)) as stream:
         return [value for _, value in log_values(stream, path)]
 
@@ -347,14 +330,7 @@ def open_log(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def log_values(stream: io.BufferedIOBase, path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yields what `Log.append` wrote, and the byte at which its line begins.
-
-    Args:
-        path: of the log, for errors.
-
-    Raises:
-        JsonError: a whole line was altered.
-    """
+    """Yields what `Log.append` wrote, and the byte at which its line begins. Raises JsonError, which names `path`."""
     place = 0
     for number, line in enumerate(stream, start=1):
         yield place, log_value(line, f"{path}, line {number}")

@@ -1,7 +1,4 @@
-"""The environment variables of a verb's process. A program that imports the package keeps its own.
-
-One is set for a program too, where it did not set it: the level of XLA's log.
-"""
+"""The environment variables of a verb's process; of a program that imports the package, XLA's log level alone."""
 
 from __future__ import annotations
 
@@ -24,7 +21,8 @@ def prepare() -> None:
     """Sets the variables that the user left open; call it before JAX is imported, which reads them."""
     silence_xla()
     os.environ.setdefault(*_NO_ADVICE)
-    if _has_cpu_alone():
+    plugin = "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ or importlib.util.find_spec("jax_plugins")
+    if not (machine.has_tpu() or plugin or importlib.metadata.entry_points(group="jax_plugins")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an installed libtpu takes time, and warns without a TPU
 
 
@@ -65,10 +63,3 @@ def importing_transformers() -> Iterator[None]:
     finally:
         if not given:
             del os.environ[name]
-
-
-def _has_cpu_alone() -> bool:
-    """Tells whether JAX can find a CPU alone: no TPU chip, no plugin of another accelerator."""
-    if machine.has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
-        return False
-    return not (importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins"))

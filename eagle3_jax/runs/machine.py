@@ -59,13 +59,11 @@ def has_tpu() -> bool:
 
 
 def keep_programs(folder: str | pathlib.Path | None, *, small: bool = True) -> None:
-    """Keeps what this process compiles from now on in a folder, by JAX's persistent compilation cache.
+    """Keeps what this process compiles from now on in a folder, by JAX's persistent compilation cache; None: nowhere.
 
-    A folder that the user chose by JAX's own setting stays. Machine code of another processor may not run, and machines
-    may share a folder: each kind has one in it.
+    A folder that the user chose by JAX's own setting stays.
 
     Args:
-        folder: None keeps nothing.
         small: also keeps what compiles faster than JAX's `jax_persistent_cache_min_compile_time_secs`.
     """
     global _chosen
@@ -78,19 +76,16 @@ def keep_programs(folder: str | pathlib.Path | None, *, small: bool = True) -> N
     if folder is None:
         settings.update("jax_enable_compilation_cache", False)
         return
-    _chosen = str(pathlib.Path(folder) / _processor())
+    # Machine code of another processor may not run, and machines may share a folder: each kind has one in it.
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    kind = hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:8]
+    _chosen = str(pathlib.Path(folder) / kind)
     settings.update("jax_compilation_cache_dir", _chosen)
     compilation_cache.reset_cache()  # or programs still go where the first one went
     if small:
         settings.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _processor() -> str:
-    """Hashes this processor's instructions."""
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:8]
 
 
 def keep_programs_in_bucket(run_dir: str) -> None:

@@ -1,9 +1,7 @@
 """Output folders with a `manifest.json` of their content: recognised when finished, resumed when not.
 
-A verb works inside `claim` and ends with `finish`. `claim` locks the folder, removes half-written files of a killed
-run, and answers whether the folder already holds the finished result of exactly this work. It refuses a folder that
-another run works on, or that holds the result of other work. Process 0 locks, writes and answers, and tells the other
-processes of its run.
+A verb works inside `claim` and ends with `finish`. Process 0 locks, writes and answers, and tells the other processes
+of its run.
 """
 
 from __future__ import annotations
@@ -30,18 +28,17 @@ class ManifestError(ValueError):
 
 @contextlib.contextmanager
 def claim(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_dir") -> Iterator[bool]:
-    """Locks `folder` for the work that `identity` describes.
+    """Locks `folder` for the work that `identity` describes, and removes half-written files of a killed run.
+
+    Yields what `begin` returns.
 
     Args:
         identity: see `begin`. The same on all processes of the run.
         place: see `check_same`.
 
-    Yields:
-        True when the folder already holds the finished result, so that there is nothing to do.
-
     Raises:
-        ManifestError: another run is working on the folder, it holds other work, or the run's processes differ in
-            what they want to do.
+        LockError: another run is working on the folder.
+        ManifestError: it holds other work, or the run's processes differ in what they want to do.
     """
     identity = json.loads(json.dumps(identity))
     with disk.lock(folder):
@@ -62,8 +59,7 @@ def begin(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_d
     Returns:
         True when the folder already holds the finished result, so that there is nothing to do.
 
-    Raises:
-        ManifestError: the folder holds other work; the message names each differing field.
+    Raises ManifestError: the folder holds other work.
     """
     folder = disk.path_of(folder)
     path = folder / NAME
@@ -78,19 +74,15 @@ def begin(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_d
 
 
 def check_same(path: str | disk.Path, found: Any, identity: dict[str, Any], place: str) -> None:
-    """Refuses a path that was made by other work than `identity`'s.
+    """Refuses a file or folder that was made by other work than `identity`'s.
 
     Args:
-        path: file or folder that was made.
         found: the identity it was made with.
-        identity: the identity expected.
         place: option that names the path, for the message's advice.
 
-    Raises:
-        ManifestError: names every field that differs, with both values.
+    Raises ManifestError: names every field that differs, with both values.
     """
-    differing = list(_differences(found, json.loads(json.dumps(identity))))
-    if differing:
+    if differing := list(_differences(found, json.loads(json.dumps(identity)))):
         lines = "\n".join(f"  {field}: found {old!r}, expected {new!r}" for field, old, new in differing)
         raise ManifestError(f"{path} was made from something else:\n{lines}\nremove it, or choose another {place}")
 
@@ -131,10 +123,8 @@ def read(folder: str | disk.Path, made_by: str, *, verify: bool = True) -> dict[
         if found is None:
             raise ManifestError(f"{folder / name}: not found, but {NAME} names it; {_again(folder, made_by)}")
         if found != expected:
-            raise ManifestError(
-                f"{folder / name}: altered since it was written: sha256 {found}, expected {expected}; "
-                + _again(folder, made_by)
-            )
+            altered = f"{folder / name}: altered since it was written: sha256 {found}, expected {expected}"
+            raise ManifestError(f"{altered}; {_again(folder, made_by)}")
     return manifest
 
 

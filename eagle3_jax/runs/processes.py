@@ -86,13 +86,10 @@ def say(text: str) -> None:
 def agree(compute: Callable[[], Any]) -> Any:
     """Runs `compute` on process 0 and returns its value on every process; the others wait, however long it takes.
 
-    All processes must make the same calls of `agree` and `barrier` in the same order.
+    All processes must make the same calls of `agree` and `barrier` in the same order. The value is JSON-ready: where
+    there are several processes, tuples come back as lists.
 
-    Returns:
-        JSON-ready values: where there are several processes, tuples come back as lists.
-
-    Raises:
-        Refused: `compute` raised a ValueError or an OSError. (Its own error on process 0.)
+    Raises Refused: `compute` raised a ValueError or an OSError. (Its own error on process 0.)
     """
     if _run is None or len(_run.members) == 1:
         return compute()
@@ -182,10 +179,7 @@ def start_distributed() -> bool:
 
     On TPU pods and slices JAX finds the hosts itself. Elsewhere set JAX_COORDINATOR_ADDRESS (host:port of process 0)
     with JAX_NUM_PROCESSES and JAX_PROCESS_ID, unless a scheduler that JAX knows (Slurm, MPI) supplies the latter two.
-    For EAGLE3_JAX_HEARTBEAT_SECONDS see `heartbeat_seconds`.
-
-    Returns:
-        True when this process is one of several.
+    Returns True when this process is one of several.
     """
     global _run
     if _run is not None:
@@ -214,8 +208,7 @@ def start_distributed() -> bool:
 def heartbeat_seconds() -> int:
     """Returns the seconds without a heartbeat after which a process is gone; a host may pause for almost as long.
 
-    Raises:
-        ValueError: EAGLE3_JAX_HEARTBEAT_SECONDS is no whole number above 0.
+    Raises ValueError: EAGLE3_JAX_HEARTBEAT_SECONDS is no whole number above 0.
     """
     seconds = _number(HEARTBEAT)
     if seconds == 0:
@@ -261,12 +254,10 @@ def agree_to_stop(step: int, margin: int, asked: bool) -> bool:
 
 def _get(client: Any, key: str) -> str:
     """Waits for the value of a key, in short waits, so that signals are handled in between."""
-    import jax
-
     while True:
         try:
             return client.blocking_key_value_get(key, POLL)
-        except jax.errors.JaxRuntimeError as error:
+        except RuntimeError as error:  # JAX's
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
 

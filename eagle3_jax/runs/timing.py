@@ -12,13 +12,10 @@ _SECONDS = 2.0  # enough time for a long work
 
 
 def in_turns(works: Sequence[Callable[[], object]], prepare: Callable[[], object]) -> list[float]:
-    """Measures works in turns; returns the lower quartile of each one's seconds, since slow phases only add time.
+    """Measures works in turns, `prepare` before each; returns the lower quartile of each one's seconds.
 
-    A single process takes fewer turns of long works. Several processes must call a work of their mesh equally often.
-
-    Args:
-        works: functions that return when their work is done; the first call of each, which compiles, does not count.
-        prepare: called before each.
+    The first call of each, which compiles, does not count. A single process takes fewer turns of long works. Several
+    processes must call a work of their mesh equally often.
     """
     times: list[list[float]] = [[] for _ in works]
     for turn in range(-1, _TURNS):

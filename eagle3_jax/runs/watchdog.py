@@ -34,11 +34,9 @@ class _Watch:
         self.over = threading.Event()  # set when the work of all is done
         self.thread = threading.Thread(target=_watch, args=(self, run, prefix), name="watches the processes")
         self.thread.daemon = True
-        killed = (
-            f"{prefix}process {run.index} of {run.count} was killed, or JAX ended it as another one is gone; {_AGAIN}"
-        )
+        said = f"process {run.index} of {run.count} was killed, or JAX ended it as another one is gone"
         self.child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CHILD, killed],
+            [sys.executable, "-I", "-S", "-c", _CHILD, f"{prefix}{said}; {_AGAIN}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -50,11 +48,7 @@ _own: _Watch | None = None
 
 
 def begin(prefix: str) -> None:
-    """Begins the watch: when another process fails or is gone, this one ends with a sentence.
-
-    Args:
-        prefix: the sentence's beginning.
-    """
+    """Begins the watch: when another process fails or is gone, this one ends with a sentence behind `prefix`."""
     global _own
     if (run := processes.several()) is not None:
         _own = _Watch(run, prefix)
@@ -72,16 +66,16 @@ def end() -> None:
 
 
 def end_all(sentence: str, status: int, error: Exception | None = None) -> None:
-    """Ends this process and all others at once; does nothing where there is a single one.
+    """Ends this process and all others at once, with a sentence for the user; does nothing where there is a single one.
 
     Args:
-        sentence: for the user; the others print it too.
-        status: exit status.
         error: the cause. An error of a collective only echoes another process's end, which is reported instead.
     """
     if (run := processes.several()) is None:
         return
-    if error is not None and _from_runtime(error):
+    # Messages of XLA and of the coordination service begin with a status.
+    status_of_runtime = r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): "
+    if error is not None and re.match(status_of_runtime, str(error)):
         time.sleep(processes.heartbeat_seconds() + 5)  # until `_watch` knows what happened, and ends this process
     end = {"process": run.index, "host": socket.gethostname(), "sentence": sentence, "status": status}
     with contextlib.suppress(Exception):  # another process ended first, or none is left
@@ -93,15 +87,13 @@ def end_all(sentence: str, status: int, error: Exception | None = None) -> None:
 
 def _watch(own: _Watch, run: Run, prefix: str) -> None:
     """Watches in a thread, since the main one may hang in a collective."""
-    import jax
-
     again = f"it was killed, or its host is down; {_AGAIN}"
     everyone = list(range(run.count))
     at_first = run.client.get_live_nodes(everyone)  # with a number each, which a restarted process does not have
     while not own.over.is_set():
         try:
             end = json.loads(run.client.blocking_key_value_get(_END, POLL))
-        except jax.errors.JaxRuntimeError as error:
+        except RuntimeError as error:  # JAX's
             if "DEADLINE_EXCEEDED" not in str(error):
                 _exit(own, f"{prefix}process 0 of {run.count} is gone; {again}", 1)
                 return
@@ -113,11 +105,6 @@ def _watch(own: _Watch, run: Run, prefix: str) -> None:
             where = f"process {end['process']} of {run.count}, on host {end['host']}, ended:\n"
             _exit(own, f"{prefix}{where}{end['sentence']}", end["status"])
         return
-
-
-def _from_runtime(error: Exception) -> bool:
-    """Tells whether XLA or the coordination service raised it: their messages begin with a status."""
-    return re.match(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ", str(error)) is not None
 
 
 def _exit(own: _Watch | None, sentence: str, status: int) -> None:

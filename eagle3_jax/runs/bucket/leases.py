@@ -42,8 +42,7 @@ def lease(path: Path, owner: str, lost: Callable[[str], None]) -> Iterator[None]
         owner: names the holder, for others' errors.
         lost: called in another thread, with a sentence, when the lease could not be renewed in time.
 
-    Raises:
-        Held: another process holds it; the message is its owner.
+    Raises Held: another process holds it; the message is its owner.
     """
     seconds = lease_seconds()
     token = uuid.uuid4().hex

@@ -1,14 +1,23 @@
-"""Objects of a bucket: written under a generation precondition, read by ranges, listed and removed."""
+"""Objects of a bucket: written under a generation precondition, read by ranges, listed and removed.
+
+Folders are staged on this machine's disk for an upload, and mirrored there for reading.
+"""
 
 from __future__ import annotations
 
+import atexit
 import base64
 import collections
 import contextlib
 import functools
 import hashlib
+import importlib
 import io
 import pathlib
+import re
+import shutil
+import tempfile
+import uuid
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -18,6 +27,8 @@ from eagle3_jax.runs.bucket.clients import Path
 ABSENT: Final = 0  # the generation of an object that does not exist
 _PIECE: Final = 32 << 20  # bytes of one ranged read of a whole object
 _AT_ONCE: Final = 4  # such reads on their way
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+_TIMEOUT: Final = 20.0  # seconds for the answer to a first request
 
 
 class BucketError(OSError):
@@ -26,6 +37,42 @@ class BucketError(OSError):
 
 class Conflict(BucketError):
     """An object that another writer replaced in the meantime."""
+
+
+def check(address: str, *, writable: bool) -> None:
+    """Checks that the bucket of an address exists and, with `writable`, takes an object below the address.
+
+    Raises:
+        ValueError: "got ..., expected ...", without the field's name.
+    """
+    bucket, _ = clients.split(address)
+    if not _BUCKET.fullmatch(bucket):
+        raise ValueError(f"got {address!r}, expected gs://BUCKET/FOLDER")
+    try:
+        for name in ("gcsfs", "google.cloud.storage", "tensorstore", "etils.epath"):
+            importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        wanted = "the extra `gcs`: pip install 'eagle3-jax[gcs]'"
+        raise ValueError(f"got {address!r} without {error.name}, expected {wanted}") from error
+    from google.api_core import exceptions
+    from google.auth import exceptions as auth
+
+    try:
+        client = clients.client()
+        if next(iter(client.list_blobs(bucket, max_results=1, timeout=_TIMEOUT, retry=None)), None) is None:
+            client.get_bucket(bucket, timeout=_TIMEOUT, retry=None)  # an emulator lists a missing bucket as empty
+        if writable:
+            probe = clients.path_of(f"{address.rstrip('/')}/.probe-{uuid.uuid4().hex}")
+            put(probe, b"", ABSENT, timeout=_TIMEOUT, retry=False)
+            remove(probe)
+    except (exceptions.GoogleAPICallError, exceptions.RetryError, auth.GoogleAuthError, OSError) as error:
+        cause, wanted = error.__cause__ if isinstance(error, BucketError) else error, "that answers"
+        if isinstance(cause, exceptions.NotFound):
+            wanted = "that exists"
+        elif isinstance(cause, exceptions.Forbidden | exceptions.Unauthorized):
+            kind = f"{clients.CREDENTIALS}={clients.credentials_kind()}"
+            wanted = f"that may be {'written' if writable else 'read'} with {kind}"
+        raise ValueError(f"got {address!r}, expected a bucket {wanted} ({clients.reason(error)})") from error
 
 
 def generation(path: Path) -> int:
@@ -112,8 +159,7 @@ def look(path: Path) -> tuple[bytes, int] | None:
 def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
     """Returns the bytes `start` to `stop` of an object, the whole by default; several threads may ask at once.
 
-    Raises:
-        FileNotFoundError, BucketError.
+    Raises FileNotFoundError, BucketError.
     """
     if stop is not None and stop - start > _PIECE:
         return b"".join(pieces(path, start, stop))
@@ -122,11 +168,7 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
 
 
 def pieces(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-    """Yields the bytes `start` to `stop` of an object in order, the whole by default; several ranges are on their way.
-
-    Raises:
-        FileNotFoundError, BucketError.
-    """
+    """Yields the bytes that `read` returns in order; several ranges are on their way. Raises as `read` does."""
     bucket, name = clients.split(path)
     end, asked = size(path) if stop is None else stop, collections.deque()
     for at in range(start, end, _PIECE):
@@ -203,3 +245,50 @@ def _below(name: str) -> Any:
 
     prefix = f"{name.rstrip('/')}/" if name else ""
     return tensorstore.KvStore.KeyRange(prefix, prefix[:-1] + "0" if prefix else "")  # "0" follows "/"
+
+
+@contextlib.contextmanager
+def staged(path: Path, last: str) -> Iterator[pathlib.Path]:
+    """Yields a local path for a file or a folder, and uploads it on success.
+
+    An object replaces the generation of the beginning. File `last` of a folder is uploaded last and must be new: it
+    marks the folder as complete.
+
+    Raises:
+        Conflict: another writer was first.
+        BucketError: not written.
+    """
+    before = generation(path)
+    with tempfile.TemporaryDirectory(prefix="eagle3_jax-") as scratch:
+        temporary = pathlib.Path(scratch) / path.name
+        yield temporary
+        if not temporary.is_dir():
+            put(path, temporary, before)
+            return
+        for file in sorted(temporary.rglob("*"), key=lambda file: (file.name == last, file)):
+            if file.is_file():
+                target = path / str(file.relative_to(temporary))
+                put(target, file, ABSENT if file.name == last else generation(target))  # a killed run's gives way
+
+
+def mirror(folder: Path, without: str) -> pathlib.Path:
+    """Copies the objects directly below a folder to a local one, which this process removes at its end.
+
+    Args:
+        without: the ending of objects that are not copied.
+    """
+    bucket, name = clients.split(folder)
+    with answered(folder):
+        blobs = list(clients.client().list_blobs(bucket, prefix=f"{name.rstrip('/')}/", delimiter="/"))
+    held = sorted((blob.name.rpartition("/")[2], blob.generation) for blob in blobs)
+    return _mirror(str(folder), tuple((name, found) for name, found in held if name and not name.endswith(without)))
+
+
+@functools.lru_cache(16)
+def _mirror(folder: str, generations: tuple[tuple[str, int], ...]) -> pathlib.Path:
+    local = pathlib.Path(tempfile.mkdtemp(prefix="eagle3_jax-"))
+    atexit.register(shutil.rmtree, local, ignore_errors=True)
+    for name, _ in generations:
+        with (local / name).open("wb") as stream:
+            stream.writelines(pieces(clients.path_of(folder) / name))
+    return local
