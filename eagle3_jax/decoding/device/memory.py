@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +32,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
     room, tail = ROUNDS * (steps + 1), max(tier.nodes for tier in tiers)
     none = jnp.zeros(batch, jnp.int32)
     requests = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), RequestRows.nobody())
+    width = 0 if draft is None else draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
     state = State(
         cache=target.empty_pages(pages, page_size, kv_dtype, states=batch, tail=tail),
         lengths=none,
@@ -54,14 +54,11 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         history=jnp.zeros((batch, sizes.cache_length + 1), jnp.int32) if any(tier.copies for tier in tiers) else None,
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
         last_tree=LastTree.empty(batch, tail),
+        states=jnp.arange(batch) if target.config.recurrent else None,
     )
-    if target.config.recurrent:
-        state = dataclasses.replace(state, states=jnp.arange(batch))
     if draft is not None and not all(tier.head for tier in tiers):
-        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
         state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))
     if draft is not None and sizes.observed:
-        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
         observed = Observed.empty(batch, sizes.observed, width, target.config.hidden_size)
         state = dataclasses.replace(state, observed=observed)
     return constrain(state, STATE_SHARDING_RULES)
@@ -84,15 +81,15 @@ def tokens_that_fit(
     if "bytes_limit" not in memory:
         raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
 
-    def leaves(target: TargetModel, draft: Draft | None, pages: int) -> dict[str, jax.Array]:
-        planned = dataclasses.replace(sizes, pages=pages)
-        state = empty_state(Models.of(target, draft), planned, tiers, kv_dtype)
-        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-
     def of_state(pages: int) -> int:
         """Returns the bytes on each device: KV heads that the model axis does not divide are on all devices."""
+
+        def leaves(*models: Any) -> dict[str, jax.Array]:
+            state = empty_state(Models.of(*models), dataclasses.replace(sizes, pages=pages), tiers, kv_dtype)
+            return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
         with mesh_set(mesh):
-            planned = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
+            planned = jax.eval_shape(leaves, target, draft)
         shapes = {name: leaf.shape for name, leaf in planned.items()}
         if mesh is not None:
             places = shardings(planned, mesh, STATE_SHARDING_RULES)

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from eagle3_jax.decoding.device import report as reports
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.packed import Packed
 from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
-from eagle3_jax.decoding.device.report import Report
 from eagle3_jax.decoding.device.shapes import ROUNDS
 from eagle3_jax.decoding.rounds.prefill import read
 from eagle3_jax.decoding.rounds.round import run_rounds
@@ -61,7 +61,7 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
     """Reads a stretch of some prompts; prompts that end with it join the batch.
 
     Returns:
-        The state, and one row per request: see `Report.of_prefill`.
+        The state, and one row per request: see `report.of_prefill`.
     """
     target, draft = models.modules()
     assert state.token_counts is not None
@@ -93,10 +93,8 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
         TokenLogprobs.empty(len(none), 1, best),
     )
     done = (requests.limit <= 1) | is_stop(found.root, requests.stop_ids) | found.failed
-    lengths, in_answer = (
-        chunk.starts + chunk.counts,
-        token_counts.add(found.root[:, None], none[:, None] == 0).in_answer,
-    )
+    lengths = chunk.starts + chunk.counts
+    in_answer = token_counts.add(found.root[:, None], none[:, None] == 0).in_answer
     at = jnp.where(chunk.ends, chunk.slots, batch)
 
     def join(rows: Any, new: Any) -> Any:
@@ -131,7 +129,8 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
         unread=unread,
         observed=observed,
     )
-    report = Report.of_prefill(best).pack(root=found.root, done=done, failed=found.failed, **_logprob_columns(logprobs))
+    said = {"root": found.root, "done": done, "failed": found.failed, **vars(logprobs)}
+    report = reports.pack(reports.of_prefill(best), **said)
     return constrain(state, STATE_SHARDING_RULES), constrain(report, ())
 
 
@@ -153,7 +152,7 @@ def decode(
         max_rounds: at most `ROUNDS`.
 
     Returns:
-        The state, and one row for each of `slots`: see `Report.of_decode`.
+        The state, and one row for each of `slots`: see `report.of_decode`.
     """
     whole, state = _take(state, cancelled, slots)
     state = dataclasses.replace(
@@ -169,23 +168,16 @@ def decode(
     stop_at = jnp.minimum(state.done.sum() + enough, len(state.done))
     target, draft = models.modules()
     state = run_rounds(target, draft, state, max_rounds, stop_at, plan)
-    assert state.ends is not None
     assert state.last_tree is not None
     assert state.logprobs is not None
-    report = Report.of_decode(
-        state.accepted.shape[1], state.last_tree.tokens.shape[1], state.logprobs.best.shape[-1]
-    ).pack(
-        done=state.done,
-        failed=state.failed,
-        num_output=state.num_output,
-        rounds=state.rounds,
-        drafted=state.drafted,
+    sizes = state.accepted.shape[1], state.last_tree.tokens.shape[1], state.logprobs.best.shape[-1]
+    of_state = ("done", "failed", "num_output", "rounds", "drafted", "accepted", "ends", "output")
+    report = reports.pack(
+        reports.of_decode(*sizes),
         unread=jnp.zeros_like(state.rounds) if state.unread is None else state.unread.count,
-        accepted=state.accepted,
-        ends=state.ends,
         tree=state.last_tree.stacked(),
-        output=state.output,
-        **_logprob_columns(state.logprobs),
+        **{name: getattr(state, name) for name in of_state},
+        **vars(state.logprobs),
     )
     return _put_back(whole, state, slots), constrain(report, ())
 
@@ -280,15 +272,6 @@ def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) ->
         history = history.at[slot, : len(tokens)].set(tokens)
     state = dataclasses.replace(state, token_counts=counts, history=history)
     return constrain(state, STATE_SHARDING_RULES)
-
-
-def _logprob_columns(logprobs: TokenLogprobs) -> dict[str, Array]:
-    return {
-        "logprobs": logprobs.chosen,
-        "processed_logprobs": logprobs.processed,
-        "best_tokens": logprobs.tokens,
-        "best_logprobs": logprobs.best,
-    }
 
 
 _PROGRAMS = frozenset(("jit(prefill)", "jit(decode)", "jit(catch_up)", "jit(note_prompt)"))

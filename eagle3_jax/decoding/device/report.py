@@ -1,6 +1,8 @@
 """The report of a dispatch: the columns that a program packs on the device and the host reads.
 
-A program returns one array of int32 with one row per request, so that the host makes one transfer per dispatch.
+A program returns one array of int32 with one row per request, so that the host makes one transfer per dispatch. No
+other place knows where each column lies. Those of log-probabilities come last: a reader without need of them leaves
+them out (`best` None).
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,97 +20,45 @@ from jaxtyping import Array, Int
 from eagle3_jax.decoding.device.shapes import ROUNDS
 
 
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """One column: an array of `shape` for each request. Floats are passed as their bits."""
-
-    name: str
-    shape: tuple[int, ...] = ()
-    dtype: type = np.int32
-
-    @property
-    def width(self) -> int:
-        return math.prod(self.shape)
+@functools.cache
+def of_prefill(best: int | None) -> np.dtype:
+    """Returns prefill's columns; `best`: number of alternatives with each token's log-probability."""
+    return np.dtype([("root", "i4"), ("done", "i4"), ("failed", "i4"), *_logprobs(1, best)])
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The columns of a program's report, in order; no other place knows where each lies.
-
-    Columns of log-probabilities come last, so that a reader without need of them leaves them out.
-    """
-
-    columns: tuple[Column, ...]
-
-    @classmethod
-    @functools.cache
-    def of_prefill(cls, best: int | None) -> Report:
-        """Makes the columns of prefill.
-
-        Args:
-            best: number of alternatives with each token's log-probability; None reports none.
-        """
-        return cls((Column("root"), Column("done", dtype=bool), Column("failed", dtype=bool), *_logprobs(1, best)))
-
-    @classmethod
-    @functools.cache
-    def of_decode(cls, steps: int, nodes: int, best: int | None) -> Report:
-        """Makes the columns of decode.
-
-        Args:
-            steps: the greatest `depth` of the engine's tiers.
-            nodes: the greatest `nodes` of the engine's tiers.
-            best: as in `of_prefill`.
-        """
-        room = ROUNDS * (steps + 1)
-        return cls(
-            (
-                Column("done", dtype=bool),
-                Column("failed", dtype=bool),
-                Column("num_output"),
-                Column("rounds"),
-                Column("drafted"),
-                Column("unread"),
-                Column("accepted", (steps,)),
-                Column("ends", (ROUNDS,)),
-                Column("tree", (3, nodes)),
-                Column("output", (room,)),
-                *_logprobs(room, best),
-            )
-        )
-
-    def pack(self, **values: Array) -> Int[Array, "b width"]:
-        """Packs the columns by name, each with the batch first, on the device."""
-        assert set(values) == {column.name for column in self.columns}
-        packed = []
-        for column in self.columns:
-            value = values[column.name]
-            assert (value.shape[1:], value.dtype) == (column.shape, column.dtype), column
-            if jnp.issubdtype(value.dtype, jnp.floating):
-                value = jax.lax.bitcast_convert_type(value, jnp.int32)
-            packed.append(value.reshape(len(value), -1).astype(jnp.int32))
-        return jnp.concatenate(packed, axis=1)
-
-    def read(self, row: Int[np.ndarray, " width"]) -> dict[str, np.ndarray]:
-        """Reads the columns of one request by name, on the host."""
-        found, start = {}, 0
-        for column in self.columns:
-            value = row[start : start + column.width]
-            value = value.view(np.float32) if column.dtype is np.float32 else value.astype(column.dtype, copy=False)
-            found[column.name] = value.reshape(column.shape)
-            start += column.width
-        return found
+@functools.cache
+def of_decode(steps: int, nodes: int, best: int | None) -> np.dtype:
+    """Returns decode's columns; `steps`, `nodes`: the greatest `depth` and `nodes` of the engine's tiers."""
+    numbers = [(name, "i4") for name in ("done", "failed", "num_output", "rounds", "drafted", "unread")]
+    room = ROUNDS * (steps + 1)
+    arrays = {"accepted": (steps,), "ends": (ROUNDS,), "tree": (3, nodes), "output": (room,)}
+    return np.dtype([*numbers, *((name, "i4", shape) for name, shape in arrays.items()), *_logprobs(room, best)])
 
 
-def _logprobs(tokens: int, best: int | None) -> tuple[Column, ...]:
+def _logprobs(tokens: int, best: int | None) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Returns the columns of `TokenLogprobs`."""
     if best is None:
-        return ()
-    return (
-        Column("logprobs", (tokens,), np.float32),
-        Column("processed_logprobs", (tokens,), np.float32),
-        Column("best_tokens", (tokens, best)),
-        Column("best_logprobs", (tokens, best), np.float32),
-    )
+        return []
+    values, each = (tokens,), (tokens, best)
+    return [("chosen", "f4", values), ("processed", "f4", values), ("tokens", "i4", each), ("best", "f4", each)]
+
+
+def pack(columns: np.dtype, **values: Array) -> Int[Array, "b width"]:
+    """Packs the columns by name, each with the batch first, on the device; floats as their bits."""
+    names, packed = columns.names or (), []
+    assert set(values) == set(names)
+    for name in names:
+        value, column = values[name], columns[name]
+        assert value.shape[1:] == column.shape, name
+        if column.base.kind == "f":
+            value = jax.lax.bitcast_convert_type(value, jnp.int32)
+        packed.append(value.reshape(len(value), -1).astype(jnp.int32))
+    return jnp.concatenate(packed, axis=1)
+
+
+def _read(columns: np.dtype, row: Int[np.ndarray, " width"]) -> Any:
+    """Reads the columns of one request by name, on the host."""
+    return row[: columns.itemsize // row.itemsize].view(columns)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,22 +114,15 @@ class Progress:
 
 
 def first_progress(row: np.ndarray, best: int | None) -> Progress:
-    """Reads a row of prefill's report; `best` as in `Report.of_prefill`."""
-    found = Report.of_prefill(best).read(row)
-    failed = bool(found["failed"])
-    tokens = [] if failed else [int(found["root"])]
-    return Progress(
-        token_ids=tokens,
-        depths=[0] * len(tokens),
-        done=bool(found["done"]),
-        failed=failed,
-        logprobs=_logprobs_of(found, 1),
-    )
+    """Reads a row of prefill's report; `best` as in `of_prefill`."""
+    found = _read(of_prefill(best), row)
+    tokens = [] if found["failed"] else [int(found["root"])]
+    return Progress(tokens, [0] * len(tokens), bool(found["done"]), bool(found["failed"]), _logprobs_of(found, 1))
 
 
 def progress(row: np.ndarray, steps: int, nodes: int, best: int | None) -> Progress:
-    """Reads a row of decode's report; arguments as in `Report.of_decode`."""
-    found = Report.of_decode(steps, nodes, best).read(row)
+    """Reads a row of decode's report; arguments as in `of_decode`."""
+    found = _read(of_decode(steps, nodes, best), row)
     count, rounds, accepted = int(found["num_output"]), int(found["rounds"]), found["accepted"].tolist()
     return Progress(
         token_ids=found["output"][:count].tolist(),
@@ -208,10 +151,10 @@ def _depths(ends: list[int], accepted: int) -> list[int]:
     return found + [depth if depth <= accepted - before else 0 for depth in range(1, sum(lengths[-1:]) + 1)]
 
 
-def _logprobs_of(found: dict[str, np.ndarray], count: int) -> list[tuple[float, float, list[tuple[int, float]]]]:
-    if "logprobs" not in found:
+def _logprobs_of(found: Any, count: int) -> list[tuple[float, float, list[tuple[int, float]]]]:
+    if "chosen" not in found.dtype.names:
         return []
-    names = ("logprobs", "processed_logprobs", "best_tokens", "best_logprobs")
+    names = ("chosen", "processed", "tokens", "best")
     chosen, processed, tokens, values = (found[name][:count].tolist() for name in names)
     best = [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
     return list(zip(chosen, processed, best, strict=True))

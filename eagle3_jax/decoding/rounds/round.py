@@ -14,7 +14,6 @@ Vanilla decoding is the same round with a tree of one node and no draft. Caches 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +41,7 @@ from eagle3_jax.models.layers import whole_states
 from eagle3_jax.models.target import TargetModel
 
 
-def advance(
-    target: TargetModel,
-    draft: Draft | None,
-    state: State,
-    plan: RoundPlan,
-) -> State:
+def advance(target: TargetModel, draft: Draft | None, state: State, plan: RoundPlan) -> State:
     """Runs one round: draft, verify and commit, extend the head with true features."""
     nodes, state = draft_tree(target, draft, state, plan)
     verified, state = verify_tree(target, state, nodes, plan)
@@ -57,12 +51,7 @@ def advance(
     return extend(target, draft, state, verified, plan)
 
 
-def draft_tree(
-    target: TargetModel,
-    draft: Draft | None,
-    state: State,
-    plan: RoundPlan,
-) -> tuple[TokenTree, State]:
+def draft_tree(target: TargetModel, draft: Draft | None, state: State, plan: RoundPlan) -> tuple[TokenTree, State]:
     """Drafts a round's tree; the head's scratch behind the committed pairs is written."""
     tree, this, copied = plan.tier.tree, behind(state), None
     if tree is None:
@@ -74,18 +63,8 @@ def draft_tree(
         assert copied is not None
         return chain_of_copies(state.root, copied), state
     drawing = state.requests.sampling if tree.sample_drafts and plan.greedy is not True else None
-    nodes, cache = grow(
-        target,
-        draft,
-        tree,
-        state.root,
-        state.draft_state,
-        this,
-        state.draft_cache,
-        drawing,
-        copied,
-        greedy=plan.greedy,
-    )
+    of_head = state.root, state.draft_state, this, state.draft_cache
+    nodes, cache = grow(target, draft, tree, *of_head, drawing, copied, greedy=plan.greedy)
     return nodes, dataclasses.replace(state, draft_cache=cache)
 
 
@@ -112,12 +91,7 @@ class Verified:
     argmax: Int[Array, "b p"] | None = None
 
 
-def verify_tree(
-    target: TargetModel,
-    state: State,
-    nodes: TokenTree,
-    plan: RoundPlan,
-) -> tuple[Verified, State]:
+def verify_tree(target: TargetModel, state: State, nodes: TokenTree, plan: RoundPlan) -> tuple[Verified, State]:
     """Runs the target over the drafts, and commits the accepted path to its cache. Logits that are not finite fail."""
     this = behind(state)
     lengths, tier, greedy = this.lengths, plan.tier, plan.greedy
@@ -149,12 +123,7 @@ def verify_tree(
             hidden=jnp.take_along_axis(hidden, walk.path[:, :, None], axis=1),
             argmax=jnp.take_along_axis(argmax(logits), walk.path, axis=1),
         )
-    return verified, dataclasses.replace(
-        state,
-        cache=cache,
-        done=state.done | failed,
-        failed=state.failed | failed,
-    )
+    return verified, dataclasses.replace(state, cache=cache, done=state.done | failed, failed=state.failed | failed)
 
 
 def extend(target: TargetModel, draft: Draft | None, state: State, verified: Verified, plan: RoundPlan) -> State:
@@ -240,9 +209,8 @@ def _cut(
 ) -> tuple[Int[Array, " b"], Int[Array, " b"], Bool[Array, " b"]]:
     """Cuts a round's tokens at the first stop token and at the limit.
 
-    Returns:
-        The number of tokens to take; the number of drafts that count as accepted (the limit does not lower it, since it
-        tells nothing about the draft); whether the sequence has ended.
+    Returns the number of tokens to take, that of accepted drafts, and whether the sequence has ended. The limit lowers
+    no number of drafts: it tells nothing about them.
     """
     column = jnp.arange(chosen.shape[1])[None]
     stop = is_stop(chosen, state.requests.stop_ids) & (column <= accepted[:, None])
@@ -266,19 +234,21 @@ def run_rounds(
     def proceed(carry: tuple[Array, State]) -> Array:
         return (carry[0] < max_rounds) & (carry[1].done.sum() < stop_at)
 
-    def round_of(plan: RoundPlan) -> Callable[[State], State]:
-        return lambda state: advance(target, draft, state, plan)
+    def drafted(state: State) -> State:
+        return advance(target, draft, state, plan)
 
-    undrafted = dataclasses.replace(plan, tier=dataclasses.replace(plan.tier, tree=None))
+    def undrafted(state: State) -> State:
+        vanilla = dataclasses.replace(plan, tier=dataclasses.replace(plan.tier, tree=None))
+        return advance(target, draft, state, vanilla)
 
     def body(carry: tuple[Array, State]) -> tuple[Array, State]:
         number, state = carry
         if not plan.tier.copies_alone:
-            state = round_of(plan)(state)
+            state = drafted(state)
         else:
             assert state.history is not None
             found = lookup.continuation(state.history, state.lengths, 1)[1] > 0  # without a match there are no drafts
-            state = jax.lax.cond((found & ~state.done).any(), round_of(plan), round_of(undrafted), state)
+            state = jax.lax.cond((found & ~state.done).any(), drafted, undrafted, state)
         if state.ends is not None:
             state = dataclasses.replace(state, ends=state.ends.at[:, number].set(state.num_output))
         return number + 1, state

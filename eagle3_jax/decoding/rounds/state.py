@@ -43,13 +43,9 @@ class RequestRows:
     def of(
         cls, params: SamplingParams, *, limit: int, stop_ids: Collection[int], prompt_length: int, digest: int
     ) -> RequestRows:
-        """Makes one row, on the host.
+        """Makes one row, on the host: `limit` tokens at most, ended by `MAX_STOP_IDS` ids at most.
 
-        Args:
-            limit: most tokens to answer.
-            stop_ids: all tokens that end the answer, at most `MAX_STOP_IDS`.
-            digest: digest of the prompt. With one seed, different prompts get different random numbers, and the same
-                prompt always gets the same.
+        With one seed, prompts of different digests get different random numbers; the same prompt always gets the same.
         """
         unused = [-1] * (MAX_STOP_IDS - len(stop_ids))
         return cls(

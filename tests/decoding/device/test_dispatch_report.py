@@ -9,29 +9,30 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.decoding.device.report import ROUNDS, Report, RoundTree, first_progress, progress
+from eagle3_jax.decoding.device.report import ROUNDS, RoundTree, first_progress, of_decode, of_prefill, pack, progress
 
 # A root, a draft, a place without use, and the draft's child; the first draft was accepted.
 TREE = [[7, 8, -1, 9], [-1, 0, -1, 1], [1, 1, 0, 0]]
 
 
-def packed(report: Report, **given: Any) -> np.ndarray:
+def packed(columns: np.dtype, **given: Any) -> np.ndarray:
     """The row of one request; columns that are not given are 0."""
-    columns = {x.name: np.zeros((1, *x.shape), x.dtype) for x in report.columns}
-    columns |= {name: np.reshape(np.asarray(given[name], columns[name].dtype), columns[name].shape) for name in given}
-    return np.asarray(report.pack(**{name: jnp.asarray(column) for name, column in columns.items()}))[0]
+    row = np.zeros(1, columns)
+    for name, value in given.items():
+        row[name] = value
+    return np.asarray(pack(columns, **{name: jnp.asarray(row[name]) for name in columns.names or ()}))[0]
 
 
 def test_logprobs_travel_by_their_bits_and_are_left_out_where_nobody_asks():
-    values = {"best_tokens": [[[1, 2]] + [[0, 0]] * 3], "best_logprobs": [[[-0.1, -2.5]] + [[0, 0]] * 3]}
-    values |= {"logprobs": [-0.7, 0, 0, 0], "processed_logprobs": [-0.3, 0, 0, 0]}
-    row = packed(Report.of_decode(0, 1, 2), num_output=1, output=[9, 0, 0, 0], **values)
+    values = {"tokens": [[[1, 2]] + [[0, 0]] * 3], "best": [[[-0.1, -2.5]] + [[0, 0]] * 3]}
+    values |= {"chosen": [-0.7, 0, 0, 0], "processed": [-0.3, 0, 0, 0]}
+    row = packed(of_decode(0, 1, 2), num_output=1, output=[9, 0, 0, 0], **values)
     ((chosen, processed, best),) = progress(row, 0, 1, 2).logprobs
     assert (chosen, processed) == (np.float32(-0.7), np.float32(-0.3))
     assert best == [(1, np.float32(-0.1)), (2, -2.5)]
     assert progress(row, 0, 1, None).logprobs == [] and progress(row, 0, 1, None).token_ids == [9]
-    values = {"logprobs": [-1.5], "processed_logprobs": [-0.5], "best_tokens": [5], "best_logprobs": [-1.5]}
-    row = packed(Report.of_prefill(1), root=5, done=True, **values)
+    values = {"chosen": [-1.5], "processed": [-0.5], "tokens": [5], "best": [-1.5]}
+    row = packed(of_prefill(1), root=5, done=True, **values)
     found = first_progress(row, 1)
     assert (found.token_ids, found.done, found.failed) == ([5], True, False)
     assert found.logprobs == [(-1.5, -0.5, [(5, -1.5)])]
@@ -50,7 +51,7 @@ def test_every_round_gives_its_drafts_and_then_a_token_of_its_own(accepted, cut)
     for ends_behind in ([0] * behind, [len(depths)] * behind):
         counted = [sum(drafts >= depth for drafts in accepted) for depth in range(1, steps + 1)]
         row = packed(
-            Report.of_decode(steps, 4, None),
+            of_decode(steps, 4, None),
             num_output=len(depths),
             rounds=len(rounds),
             accepted=counted,

@@ -13,7 +13,7 @@ from jax import P
 from jax.sharding import Mesh, NamedSharding
 
 from eagle3_jax.config import MeshConfig
-from eagle3_jax.decoding.device.report import Report
+from eagle3_jax.decoding.device.report import of_decode
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, put, replicated
 from eagle3_jax.models.inference_layout import Product
@@ -101,7 +101,7 @@ def _over(mesh: Mesh, axis: str, function: Callable[[jax.Array], jax.Array]) -> 
 
 def _host() -> Iterator[Line]:
     mesh = Mesh(np.array(jax.local_devices()), "model")
-    width = sum(column.width for column in Report.of_decode(7, 64, None).columns)
+    width = of_decode(7, 64, None).itemsize // 4
     report = np.arange(8 * width, dtype=np.int32).reshape(8, width)
     add = jax.jit(lambda x: x + 1, out_shardings=replicated(mesh))
     on_device, fresh = put(report, replicated(mesh)), None
