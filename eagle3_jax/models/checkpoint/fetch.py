@@ -41,7 +41,8 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _BESIDE = "a folder with config.json, tokenizer.json and tokenizer_config.json beside the weights"
 GENERATION = "generation_config.json"
 _CONFIG_FILES = ("config.json", GENERATION)
-_NEVER_GENERIC = ("qwen2",)  # types whose tokenizers transformers gives a class of its own, whatever a folder names
+# Types whose tokenizers transformers gives a class of its own, whatever a folder names.
+_NEVER_GENERIC = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _TIMEOUT = 10.0  # seconds to wait for a hub's first answer
 
 
