@@ -96,8 +96,8 @@ class Engine:
                 tokens.
             draft_weights: quantises the draft's matrices and vocabulary; None leaves them as they are, but for 8 bits
                 beside a quantised target. Fewer drafts may be accepted, the tokens stay the target's.
-            prefix_cache: keeps the pages of ended requests for prompts with the same beginning; without effect where
-                the target has recurrent layers.
+            prefix_cache: keeps the pages of ended requests for prompts with the same beginning. Where the target
+                has recurrent layers, copies of their states too, as many as `batch_size`.
             queue_limit: most requests that wait; one more is refused. None is no limit.
             sample_drafts: False: no tree draws its drafts (see `DraftTree`), so in float32 a seed gives vanilla
                 decoding's answer, whatever is drafted.
@@ -133,14 +133,14 @@ class Engine:
         if adapt is not None:
             learner, target, draft = _learner(adapt, target, draft, simulated_acceptance, identity)
         learned = 0 if adapt is None else adapt.row_length
-        sizes = Sizes.plan(batch_size, max_length, page_size, every, learned=learned)
+        kept = (batch_size if prefix_cache else 0) if target.config.recurrent else None
+        sizes = Sizes.plan(batch_size, max_length, page_size, every, learned=learned, kept_states=kept)
         if memory_fraction is not None:
             kv_tokens = tokens_that_fit(target, draft, memory_fraction, sizes, every, stored)
         if kv_tokens is not None:
-            sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens, learned)
+            sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens, learned, kept)
         runner = ModelRunner(target, draft, every, sizes, stored, draft_weights)
-        reuse = prefix_cache and not target.config.recurrent  # pages are shared, states are not
-        limits: dict[str, Any] = {"prefix_cache": reuse, "queue_limit": queue_limit, "learner": learner}
+        limits: dict[str, Any] = {"prefix_cache": prefix_cache, "queue_limit": queue_limit, "learner": learner}
         self._start(tokenizer, runner, tiers, limits)
 
     def _start(self, tokenizer: Any, runner: Runner, tiers: TierChoice, limits: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from eagle3_jax.decoding.adapt.api import AdaptStats, Learner
 from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.device import calls, shapes
+from eagle3_jax.decoding.device.calls import Call
 from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.report import first_progress, progress
 from eagle3_jax.decoding.device.runner import Runner
@@ -109,7 +110,7 @@ class Scheduler:
         self._runner, self._choice, self._eos, self.queue_limit = runner, choice, eos, queue_limit
         self._learner = learner
         sizes = runner.sizes
-        self._pool = PagePool(sizes.pages, sizes.page_size, reuse=prefix_cache)
+        self._pool = PagePool(sizes.pages, sizes.page_size, reuse=prefix_cache, states=sizes.kept_states)
         self._stats = EngineStats(pages=sizes.pages)
         self._best = min(MAX_LOGPROBS, runner.target.config.vocab_size)
         tiers = choice.tiers
@@ -299,7 +300,8 @@ class Scheduler:
         """Resets the state on the device, and begins with empty caches."""
         self._cancelled.clear()
         self._runner.reset()
-        self._pool = PagePool(self._pool.pages, self._pool.page_size, reuse=self._pool.reuse)
+        pool = self._pool
+        self._pool = PagePool(pool.pages, pool.page_size, reuse=pool.reuse, states=pool.states)
 
     def _change_target(self) -> None:
         with self.changes:
@@ -314,6 +316,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests, in the order of arrival."""
+        sizes = self._runner.sizes
         for slot in range(len(self._slots)):
             if self._slots[slot] is not None:
                 continue
@@ -327,6 +330,8 @@ class Scheduler:
                 self._waiting.popleft()
             request.slot, request.read = slot, request.allocation.reused
             request.debt.in_prefix = not request.allocation.drafted
+            if request.allocation.state is not None:
+                self._runner.run(calls.copy_state(sizes, sizes.batch + request.allocation.state, slot))
             self._slots[slot] = request
             self._stats.prompt_tokens += len(request.ids)
             self._stats.cached_tokens += request.read
@@ -336,7 +341,7 @@ class Scheduler:
         room = shapes.MOST_READ
         while unread := [r for r in self._slots if r is not None and r.read < len(r.ids)]:
             unread.sort(key=lambda request: request.number)
-            left = [len(request.ids) - request.read for request in unread]
+            left = [self._stop(request) - request.read for request in unread]
             count, length = self._runner.sizes.prefill_shape_for(left, self._runner.prefill_shapes)
             room -= count * length
             if room < 0:
@@ -379,7 +384,7 @@ class Scheduler:
 
     def _read_prompts(self, requests: Sequence[Request], count: int, length: int) -> None:
         """Reads on in prompts, one after the other, by the program for `count` stretches of `length` tokens."""
-        sizes, stretches = self._runner.sizes, list[PromptChunk]()
+        sizes, stretches, kept = self._runner.sizes, list[PromptChunk](), list[Call]()
         ended: dict[int, Request] = {}
         for request in requests:
             if len(stretches) == count:
@@ -387,14 +392,15 @@ class Scheduler:
             if request.read == request.cached and (request.params.penalises or self._copies):
                 self._runner.run(calls.note_prompt(sizes, request.slot, request.ids))
             assert request.allocation is not None
-            asked, pages = _row(request, self._eos), request.allocation.pages
-            while len(stretches) < count and request.read < len(request.ids):
+            asked, pages, stop = _row(request, self._eos), request.allocation.pages, self._stop(request)
+            while len(stretches) < count and request.read < stop:
                 stretch = PromptChunk.stretch(
                     sizes,
                     length,
                     slot=request.slot,
                     prompt=request.ids,
                     start=request.read,
+                    stop=stop,
                     pages=pages,
                     request=asked,
                 )
@@ -404,9 +410,19 @@ class Scheduler:
                     self._cancelled.discard(request.slot)
                 stretches.append(stretch)
             self._pool.register(request.allocation, request.ids[: request.read + 1])
+            if request.read == stop < len(request.ids):
+                state = self._pool.keep_state(request.allocation, stop)
+                kept += [] if state is None else [calls.copy_state(sizes, request.slot, sizes.batch + state)]
         # Kept even where no prompt ends: reports bound the work on the device, and show that it still answers.
         report = self._runner.run(calls.prefill(sizes, stretches, rows=count, length=length))
         self._reports.append((report, ended, None))
+        for call in kept:
+            self._runner.run(call)
+
+    def _stop(self, request: Request) -> int:
+        """Returns where reading on in a prompt stops: at its end, or where a recurrent state is to be kept."""
+        end = len(request.ids)
+        return min(end, self._pool.next_state(request.read)) if self._pool.states else end
 
     def _deliver(self, report: Any, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its dispatch) and gives each request its tokens."""

@@ -58,7 +58,8 @@ class WarmUp:
         self._thread: threading.Thread | None = None
         self._made: set[tuple[Any, ...]] = set()
         sizes = runner.sizes
-        self.planned = 1 + len(sizes.prefill_shapes) + len(sizes.widths) * len(tiers.tiers) + runner.rests
+        self.planned = 1 + len(sizes.prefill_shapes) + len(sizes.widths) * len(tiers.tiers)
+        self.planned += runner.rests + bool(sizes.kept_states)
 
     @property
     def ready(self) -> int:
@@ -85,8 +86,9 @@ class WarmUp:
     def rest(self, lend: Lender) -> None:
         """Compiles all others, and measures what rounds cost."""
         runner, sizes = self._runner, self._runner.sizes
-        wakes = [calls.catch_up(sizes)] if runner.rests else []
-        for call in [*self._rounds(sizes.batch, self._base), *wakes]:
+        others = [calls.catch_up(sizes)] if runner.rests else []
+        others += [calls.copy_state(sizes)] if sizes.kept_states else []
+        for call in [*self._rounds(sizes.batch, self._base), *others]:
             self._compile(call)
         self._tiers.begin_with(self._base[-1])
         for shape in shown(sizes.prefill_shapes[:-1], "compile readers of prompts", "program", self._progress):

@@ -146,6 +146,16 @@ class Cache:
         """The first layer of keys and values: all have one number of pages, of one size."""
         return next(layer for layer in self.layers if isinstance(layer, KVCache))
 
+    def copied(self, source: Int[Array, ""], target: Int[Array, ""]) -> Cache:
+        """Copies the recurrent state of one slot to another."""
+
+        def copy(layer: LayerCache) -> LayerCache:
+            if isinstance(layer, KVCache):
+                return layer
+            return jax.tree.map(lambda leaf: leaf.at[target].set(leaf[source]), layer)
+
+        return Cache(tuple(copy(layer) for layer in self.layers))
+
     def commit(self, this: Pass, path: Int[Array, "b p"], counts: Int[Array, " b"], *, moves: bool = True) -> Cache:
         """Commits the first `counts` tokens of the accepted path: slot length + path[j] goes to length + j.
 

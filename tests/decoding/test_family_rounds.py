@@ -101,7 +101,7 @@ def test_a_state_is_its_sequence_s_own():
     for _ in range(2):
         answers = engine.generate(prompts, SamplingParams(max_tokens=ANSWER, ignore_eos=True))
         assert [answer.token_ids for answer in answers] == [plain(model, prompt, 320) for prompt in prompts]
-    assert engine.stats().cached_tokens == 0
+    assert engine.stats().cached_tokens == 3 * 256  # of the prompt that comes four times
 
 
 # A window, attention sinks, chunks: what a draft model's own scratch must respect.

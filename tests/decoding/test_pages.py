@@ -13,8 +13,9 @@ SIZE = 2
 class Device:
     """Remembers what was written to each page: the tokens up to the one behind it, which the draft's entry needs."""
 
-    def __init__(self, pages: int) -> None:
-        self.pool = PagePool(pages, SIZE)
+    def __init__(self, pages: int, states: int | None = None) -> None:
+        self.pool = PagePool(pages, SIZE, states=states)
+        self.states: dict[int, list[int]] = {}  # the tokens behind which each was kept
         self.written: dict[int, tuple[list[int], int]] = {}
         self.running: list[tuple[PageAllocation, list[int], int]] = []
 
@@ -28,12 +29,19 @@ class Device:
             start = index * SIZE
             prefix = prompt[: start + SIZE + 1]
             assert self.written[allocation.pages[index]] == (prefix, index)
+        if self.pool.states is not None and allocation.reused:
+            assert allocation.state is not None
+            assert self.states[allocation.state] == prompt[: allocation.reused]
         own = allocation.pages[allocation.reused // SIZE :]
         others = [page for other, _, _ in self.running for page in other.pages]
         assert 0 not in allocation.pages
         assert not set(own) & set(others)
         self.running.append((allocation, prompt, answer))
         self.write(allocation, prompt)
+        for read in range(allocation.reused + SIZE, len(prompt), SIZE):
+            state = self.pool.keep_state(allocation, read)
+            if state is not None:
+                self.states[state] = prompt[:read]
         return allocation
 
     def write(self, allocation: PageAllocation, tokens: list[int]) -> None:
@@ -60,9 +68,9 @@ steps = st.lists(
 
 
 @examples(150)
-@given(steps)
-def test_any_order_of_joining_and_leaving(steps):
-    device = Device(12)
+@given(steps, st.sampled_from([None, 0, 3]))
+def test_any_order_of_joining_and_leaving(steps, states):
+    device = Device(12, states)
     for step in steps:
         if step[0] == "start":
             _, prompt, answer = step
@@ -110,6 +118,18 @@ def test_the_oldest_known_pages_make_room_the_end_of_a_prefix_first():
         device.end(0, False)
         assert device.pool.available == 4
     assert allocation_of(device, [1, 2, 3, 4, 5]).reused == 2  # the beginning of the first prompt is still there
+
+
+def test_a_prefix_is_reused_up_to_the_newest_state():
+    """That of the page which another request wrote too; the one used longest ago makes room."""
+    device = Device(30, states=2)
+    assert allocation_of(device, [1, 2, 3, 4, 5, 6, 7]).reused == 0  # keeps states behind 2, 4 and 6 tokens in turn
+    assert allocation_of(device, [1, 2, 3, 4, 5, 9]).reused == 4
+    assert allocation_of(device, [1, 2, 3, 9]).reused == 0  # its state went first; it is kept again, not that behind 6
+    assert allocation_of(device, [1, 2, 3, 4, 5, 6, 7]).reused == 4
+    assert allocation_of(device, [1, 2, 3, 4, 5, 6, 7]).reused == 6
+    device.pool.forget()
+    assert allocation_of(device, [1, 2, 3, 4, 5, 6, 7]).reused == 0
 
 
 def test_without_reuse_nothing_is_found():

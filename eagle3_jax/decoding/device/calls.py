@@ -71,6 +71,11 @@ def note_prompt(sizes: Sizes, slot: int = 0, ids: Sequence[int] = ()) -> Call:
     return Call("note_prompt", {}, Packed.of(np.int32(slot), tokens))
 
 
+def copy_state(sizes: Sizes, source: int = 0, target: int = 0) -> Call:
+    """Copies a recurrent state from slot to slot; those behind the batch's are kept for other prompts."""
+    return Call("copy_state", {}, Packed.of(np.int32(source), np.int32(target)))
+
+
 def rehearse(sizes: Sizes) -> Call:
     """Makes all slots busy, with sequences of `Sizes.measured_length` meaningless tokens; for measurements only."""
     return Call("rehearse", {}, Packed.of(np.int32(sizes.measured_length)))

@@ -34,7 +34,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
     requests = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), RequestRows.nobody())
     width = 0 if draft is None else draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
     state = State(
-        cache=target.empty_pages(pages, page_size, kv_dtype, states=batch, tail=tail),
+        cache=target.empty_pages(pages, page_size, kv_dtype, states=batch + (sizes.kept_states or 0), tail=tail),
         lengths=none,
         root=none,
         output=jnp.zeros((batch, room), jnp.int32),
@@ -54,7 +54,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         history=jnp.zeros((batch, sizes.cache_length + 1), jnp.int32) if any(tier.copies for tier in tiers) else None,
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
         last_tree=LastTree.empty(batch, tail),
-        states=jnp.arange(batch) if target.config.recurrent else None,
+        states=None if sizes.kept_states is None else jnp.arange(batch),
     )
     if draft is not None and not all(tier.head for tier in tiers):
         state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))

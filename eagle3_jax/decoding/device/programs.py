@@ -40,7 +40,7 @@ from eagle3_jax.decoding.tier import RoundPlan
 from eagle3_jax.mesh import constrain
 
 # Programs that need no models: those of other models of the same shapes are theirs too.
-OF_STATE = ("rehearse", "note_prompt")
+OF_STATE = ("rehearse", "note_prompt", "copy_state")
 # Fields of `State` that all slots share: rows are gathered, pages stay where they are.
 _POOLS = ("cache", "draft_cache")
 
@@ -82,7 +82,7 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
         requests,
         token_counts,
         chunk.page_table,
-        None if state.states is None else chunk.slots,
+        None if state.states is None else _own_states(chunk.slots, batch),
         greedy=False,
     )
     none, best = jnp.zeros_like(chunk.slots), state.logprobs.best.shape[-1]
@@ -190,8 +190,13 @@ def _take(state: State, cancelled: Bool[Array, " b"], slots: Int[Array, " r"] | 
     batch = len(whole.done)
     at = jnp.minimum(slots, batch - 1)
     taken = dataclasses.replace(whole, **jax.tree.map(lambda x: x[at], _rows(whole)))
-    states = None if whole.states is None else slots  # the batch's size is nobody's
+    states = None if whole.states is None else _own_states(slots, batch)
     return whole, dataclasses.replace(taken, done=taken.done | (slots == batch), states=states)
+
+
+def _own_states(slots: Int[Array, " r"], batch: int) -> Int[Array, " r"]:
+    """Returns the slots of states; the batch's size, which stands for no request, is out of range."""
+    return jnp.where(slots == batch, jnp.iinfo(jnp.int32).max, slots)
 
 
 def _put_back(whole: State, state: State, slots: Int[Array, " r"] | None) -> State:
@@ -274,7 +279,13 @@ def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) ->
     return constrain(state, STATE_SHARDING_RULES)
 
 
-_PROGRAMS = frozenset(("jit(prefill)", "jit(decode)", "jit(catch_up)", "jit(note_prompt)"))
+@_program
+def copy_state(state: State, source: Int[Array, ""], target: Int[Array, ""]) -> State:
+    """Copies a recurrent state from slot to slot."""
+    return constrain(dataclasses.replace(state, cache=state.cache.copied(source, target)), STATE_SHARDING_RULES)
+
+
+_PROGRAMS = frozenset(f"jit({name})" for name in ("prefill", "decode", "catch_up", "note_prompt", "copy_state"))
 _compiled: collections.Counter[int] = collections.Counter()  # by thread
 
 

@@ -47,17 +47,19 @@ class PromptChunk:
         slot: int,
         prompt: Sequence[int],
         start: int,
+        stop: int | None = None,
         pages: Sequence[int],
         request: RequestRows,
     ) -> PromptChunk:
-        """Makes one row, on the host: `length` tokens of a prompt from `start` on, fewer at its end."""
+        """Makes one row, on the host: `length` tokens of a prompt from `start` on, fewer before `stop` or its end."""
+        end = min(start + length, len(prompt) if stop is None else stop)
         part = prompt[start : start + length + 1]
         return cls(
             slots=entry(slot, np.int32),
             tokens=entry([*part, *[0] * (length + 1 - len(part))], np.int32),
             starts=entry(start, np.int32),
-            counts=entry(min(len(part), length), np.int32),
-            ends=entry(0 < len(prompt) <= start + length, bool),
+            counts=entry(end - start, np.int32),
+            ends=entry(0 < len(prompt) <= end, bool),
             page_table=entry([*pages, *[TRASH] * (sizes.columns - len(pages))], np.int32),
             requests=request,
         )

@@ -36,6 +36,7 @@ class Sizes:
         page_size: in tokens.
         pages_per_sequence: pages of the longest request, the scratch of a round included.
         observed: newest tokens of each sequence whose states are kept (`Observed`); 0 keeps none.
+        kept_states: copies of recurrent states, beside those of the batch; None: the target has none.
     """
 
     batch: int
@@ -44,6 +45,7 @@ class Sizes:
     page_size: int
     pages_per_sequence: int
     observed: int = 0
+    kept_states: int | None = None
 
     @classmethod
     def plan(
@@ -54,12 +56,12 @@ class Sizes:
         tiers: Sequence[Tier],
         kv_tokens: int | None = None,
         learned: int = 0,
+        kept_states: int | None = None,
     ) -> Sizes:
         """Chooses the sizes.
 
         Args:
             kv_tokens: cache tokens of all requests together; None lets each sequence of the batch be `max_length` long.
-
             learned: tokens of an ended request that a head may learn from; 0 where none learns.
 
         Raises:
@@ -71,7 +73,7 @@ class Sizes:
             raise ValueError(f"kv_tokens: got {kv_tokens}, expected at least {each * page_size}, room for one request")
         # The device may be two dispatches ahead of the host that ends a request.
         observed = learned and learned + 2 * ROUNDS * (max(tier.depth for tier in tiers) + 1)
-        return cls(batch, max_length, pages, page_size, each, observed)
+        return cls(batch, max_length, pages, page_size, each, observed, kept_states)
 
     @property
     def cache_length(self) -> int:
