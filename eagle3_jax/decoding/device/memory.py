@@ -54,7 +54,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         history=jnp.zeros((batch, sizes.cache_length + 1), jnp.int32) if any(tier.copies for tier in tiers) else None,
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
         last_tree=LastTree.empty(batch, tail),
-        states=None if sizes.kept_states is None else jnp.arange(batch),
+        states=jnp.arange(batch) if target.config.recurrent else None,
     )
     if draft is not None and not all(tier.head for tier in tiers):
         state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))
