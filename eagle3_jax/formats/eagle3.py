@@ -86,6 +86,9 @@ BY_TARGET = {
     "DeepseekV3ForCausalLM": ("0.5.11", "0.21.0", FAILS, FAILS, UNKNOWN),
     "Lfm2ForCausalLM": (UNKNOWN, FAILS, FAILS, FAILS, UNKNOWN),
     "Lfm2MoeForCausalLM": (UNKNOWN, FAILS, FAILS, FAILS, UNKNOWN),
+    "Qwen3_5ForCausalLM": (UNKNOWN, "0.32.0", FAILS, FAILS, UNKNOWN),
+    "Qwen3_5MoeForCausalLM": (UNKNOWN, "0.32.0", FAILS, FAILS, UNKNOWN),
+    "Qwen3NextForCausalLM": (UNKNOWN, "0.32.0", FAILS, FAILS, UNKNOWN),
     "MiMoForCausalLM": (FAILS, FAILS, FAILS, FAILS, FAILS),
 }
 

@@ -132,6 +132,21 @@ def test_a_prefix_is_reused_up_to_the_newest_state():
     assert allocation_of(device, [1, 2, 3, 4, 5, 6, 7]).reused == 0
 
 
+def test_a_page_that_was_given_away_leads_no_prefix_on():
+    """Two requests write the same at once, so that one knows the other's page; a third takes that page."""
+    pool = PagePool(5, SIZE)
+    first, second = pool.allocate([1, 2, 3], 3), pool.allocate([1, 2, 3, 4, 5], 6)
+    assert first is not None and second is not None
+    for allocation in (first, second):
+        pool.register(allocation, [1, 2, 3])
+    pool.release(first)
+    third = pool.allocate([0, 0, 7, 8, 3], 4)
+    assert third is not None and third.pages[1] == second.known[0][0]
+    pool.register(third, [0, 0, 7, 8, 3])
+    pool.register(second, [1, 2, 3, 4, 5])
+    assert pool.cached([0, 0, 7, 8, 3, 4, 5, 6]) == 2 * SIZE  # not the page of 3, 4 behind 1, 2
+
+
 def test_without_reuse_nothing_is_found():
     pool = PagePool(9, SIZE, reuse=False)
     for _ in range(2):
