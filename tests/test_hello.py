@@ -59,7 +59,7 @@ def test_answers_are_streamed_twice_and_compared(tmp_path, monkeypatch, capsys):
         assert re.sub(r"[][]", "", marked) == re.sub(r"[][]", "", plain)
     assert any("[" in marked and "]" in marked for _, marked in answers)
     end = said.splitlines().index(f"Medians of {hello.TURNS} turns.")
-    rows = [line.split() for line in said.splitlines()[end - 4 : end]]
+    rows = [line.split() for line in said.splitlines()[end - len(hello.PROMPTS) - 1 : end]]
     assert [row[0] for row in rows] == [*hello.PROMPTS, "all"]
     assert all(row[-1] == "yes" for row in rows)
 
