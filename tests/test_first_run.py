@@ -26,14 +26,11 @@ from eagle3_jax.decoding.measure.compare import Tally
 @pytest.mark.parametrize(
     ("line", "verdict"),
     [
-        (lines.right("x", 3, 3), "ok"),
         (lines.right("x", 3, 4), "WRONG"),
-        (lines.within("x", 1e-3, 1e-3), "ok"),
         (lines.within("x", 2e-3, 1e-3), "WRONG"),
         (lines.within("x", float("nan"), 1e-3), "WRONG"),
         (lines.time("x", 1.9e-3, 1e-3), "ok"),
         (lines.time("x", 2.1e-3, 1e-3), "slow"),
-        (lines.time("x", 2.1e-3, None), "ok"),
     ],
 )
 def test_a_wrong_number_is_wrong_and_a_long_time_is_slow(line, verdict):

@@ -430,8 +430,6 @@ def test_the_end_of_a_tunnel_stops_the_server(cloud, config, sent):
             ["create", "--type", "v6e-8", "--zone", "us-west4"],
             "--zone: got us-west4, expected a zone such as us-west4-a",
         ),
-        (["create", "--type", "--spot"], "--type: got nothing, expected a value"),
-        (["create", "--type", "v6e-8", "--config", "x"], "create: got '--config', expected some of --name"),
         (["train", "--config", "nowhere.yaml"], "--config: got nowhere.yaml, expected a file of a run"),
         (
             ["train", "--config", "configs/llama31_8b.yaml", "--train.epochs", "1"],
