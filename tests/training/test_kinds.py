@@ -190,7 +190,13 @@ def plain_loss(plain: Any, embed, rows, batch: dict[str, np.ndarray]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, plain", [("MiMoForCausalLM", PlainMimo), ("DeepseekV3ForCausalLM", PlainDeepseek)])
+@pytest.mark.parametrize(
+    "name, plain",
+    [
+        ("MiMoForCausalLM", PlainMimo),
+        pytest.param("DeepseekV3ForCausalLM", PlainDeepseek, marks=pytest.mark.long),
+    ],
+)
 def test_loss_and_gradients_of_an_mtp_layer_are_plain_torch_s(name, plain):
     torch = pytest.importorskip("torch")
     target = tiny_families.make(family(name))
@@ -223,7 +229,7 @@ def test_loss_and_gradients_of_an_mtp_layer_are_plain_torch_s(name, plain):
 # ------------------------------------------------------------------------------------------------------ every kind
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in ("dflash", "dspark") else ()) for name in trained()]
+    "name", [pytest.param(name, marks=() if name in ("eagle3", "mtp") else pytest.mark.long) for name in trained()]
 )
 def test_every_kind_learns_and_its_rounds_are_replayed(name):
     """Twelve steps on one batch, whose teacher says what the text says: the loss falls, more drafts are accepted."""

@@ -154,7 +154,7 @@ CASES = [
     NAMES,
     [
         *FAST_CASES,
-        *(pytest.param(*case, marks=pytest.mark.long if i % 9 else pytest.mark.slow) for i, case in enumerate(CASES)),
+        *(pytest.param(*case, marks=pytest.mark.long if i % 18 else pytest.mark.slow) for i, case in enumerate(CASES)),
     ],
 )
 def test_pallas_equals_the_loop(
