@@ -8,6 +8,7 @@ record for each batch and draft size in the format of SGLang's bench_speculative
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -343,9 +344,8 @@ def _write(folder: disk.Path, report: dict[str, Any]) -> None:
 
 def _finished(path: disk.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """Reads the kept figures of a batch size; None where they belong to another measurement."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = disk.read_json(path)
-    except (OSError, ValueError):
-        return None
-    same = isinstance(found, dict) and found.get("identity") == json.loads(json.dumps(identity))
-    return found["measured"] if same else None
+        if found.get("identity") == json.loads(json.dumps(identity)):
+            return found["measured"]
+    return None

@@ -251,7 +251,7 @@ def _turns(turns: Any, name: str, role_field: str, content_field: str, answered:
         content = turn.get(content_field)
         if content is None and turn.get("tool_calls"):  # OpenAI's form of a turn that only calls
             content = ""
-        kept = {"role": _ROLES[role], "content": _text(content, f"{name}: {content_field}")}
+        kept: dict[str, Any] = {"role": _ROLES[role], "content": _text(content, f"{name}: {content_field}")}
         if _ROLES[role] in _ANSWERING:
             for field in filter(turn.get, _KEPT):
                 is_calls = field == "tool_calls"

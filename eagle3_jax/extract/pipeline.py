@@ -111,8 +111,8 @@ def run(
                 command.stop_point()
                 lane = _Lane(lanes.popleft(), shard, iter(shard.batches))
                 if replica.processes[lane.number % len(replica.processes)] == processes.index():
-                    lane.queue = queue.Queue(_IN_FLIGHT)
-                    lane.written = writers.submit(_write, shard, lane.queue, target, config.states, progress, stopped)
+                    lane.handed = queue.Queue(_IN_FLIGHT)
+                    lane.written = writers.submit(_write, shard, lane.handed, target, config.states, progress, stopped)
                     written.append(lane.written)
                 else:
                     progress.skip(len(shard.lines))
@@ -147,20 +147,20 @@ class _Lane:
     number: int
     shard: Shard
     batches: Iterator[hidden_states.PaddedBatch]
-    queue: queue.Queue[Any] | None = None
+    handed: queue.Queue[Any] | None = None
     written: concurrent.futures.Future[None] | None = None
 
     def hand_over(self, batch: hidden_states.PaddedBatch | None, outputs: Any) -> None:
         """Waits for room in the writer's queue; None ends the shard. Raises what the writer raised."""
-        while self.queue is not None and self.written is not None:
+        while self.handed is not None and self.written is not None:
             if self.written.done():
                 self.written.result()
             with contextlib.suppress(queue.Full):
-                self.queue.put((batch, outputs), timeout=_POLL)
+                self.handed.put((batch, outputs), timeout=_POLL)
                 return
 
     def has_room(self) -> bool:
-        return self.queue is None or not self.queue.full() or (self.written is not None and self.written.done())
+        return self.handed is None or not self.handed.full() or (self.written is not None and self.written.done())
 
 
 def _next_lane(active: collections.deque[_Lane], *, turns: bool) -> _Lane:

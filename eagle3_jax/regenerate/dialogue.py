@@ -218,9 +218,7 @@ class Counts:
 
     def __init__(self) -> None:
         self._said = collections.Counter(prompts=0, conversations=0, answers=0, tokens=0, without_ids=0)
-        self._ended: collections.Counter[str | None] = collections.Counter()
-        self._dropped: collections.Counter[str | None] = collections.Counter()
-        self._servers: collections.Counter[str] = collections.Counter()
+        self._ended, self._dropped, self._servers = (collections.Counter[str | None]() for _ in range(3))
         # Answers of each category, by the least power of two that is no less than their tokens.
         self._lengths: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 

@@ -198,7 +198,7 @@ def test_user_opening(name, opening):
     assert tokenizer.decode(ids, skip_special_tokens=False) == opening
     begun = chat.user_opening_ids(tokenizer, opening="Write code")
     assert tokenizer.decode(begun, skip_special_tokens=False) == opening + "Write code"
-    later = tokenizer.decode(chat.user_opening_ids(tokenizer, SINGLE), skip_special_tokens=False)
+    later = str(tokenizer.decode(chat.user_opening_ids(tokenizer, SINGLE), skip_special_tokens=False))
     assert later.startswith(chat_template.render(tokenizer, SINGLE, generation_prompt=False))
 
 

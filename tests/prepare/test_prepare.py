@@ -183,7 +183,7 @@ class FakeEngine(Engine):
     chunks, dies_at = 0, None
     rows: list[int]  # of the mesh, of each run
     asked: list[list[int]]
-    reply: Callable[[int, list[int], SamplingParams], tuple[str, str]]
+    reply: Callable[[int, list[int], SamplingParams], tuple[str, Any]]
 
     def __init__(self) -> None:
         pass
@@ -209,7 +209,7 @@ def ids(messages: Sequence[dict[str, str]], end: str) -> list[int]:
 
 @pytest.fixture
 def engine(monkeypatch):
-    fake = type("Fresh", (FakeEngine,), {"rows": [], "asked": []})
+    fake: Any = type("Fresh", (FakeEngine,), {"rows": [], "asked": []})
 
     def targets(target, replica):
         fake.rows.append(len(replica.rows))
