@@ -157,8 +157,8 @@ def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int], Int
         return trained, step, checkpoints.head_checksums(step), vocab.load(folder) if own is None else own
 
 
-def _convert(argv: Sequence[str]) -> None:
-    """Does `--from DIR --to FORM DIR`. Exits with status 2 if the arguments are wrong."""
+def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
+    """Parses `--from DIR --to FORM DIR` into source, form and folder. Exits with status 2 if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m eagle3_jax.export", description="A draft head of any form -> another form.", allow_abbrev=False
     )
@@ -168,14 +168,15 @@ def _convert(argv: Sequence[str]) -> None:
     form, folder = given.to
     if form not in FORMS:
         parser.error(f"--to: got {form!r}, expected one of {', '.join(FORMS)}")
-    with command.run("export"):
-        convert(given.source, form, folder)
+    return given.source, form, folder
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if any(word.partition("=")[0] == "--from" for word in argv):
-        return _convert(argv)
+        conversion = arguments_to_convert(argv)
+        with command.run("export"):
+            return convert(*conversion)
     config, asked = command_line.read("export", argv)
     given = [flag.replace("_", "-") for flag, value in vars(asked).items() if value]
     ways = [flag for flag in given if flag in _INSTEAD]

@@ -203,8 +203,8 @@ def predict(target: Target, request: dict[str, Any], token_map: str | None = Non
         found.append(timed(engine, request["prompts"], params))
     (plain, plain_seconds), (fast, seconds) = found
     counts = AcceptanceCounts.total(answer.stats.counts for answer in fast)
-    ids = ([answer.token_ids for answer in answers] for answers in (plain, fast))
-    return Counted(*ids, counts, seconds, plain_seconds)
+    before, after = ([answer.token_ids for answer in answers] for answers in (plain, fast))
+    return Counted(before, after, counts, seconds, plain_seconds)
 
 
 def _asked(engine: str, where: str, request: dict[str, Any], expected: list[list[int]]) -> Counted:
@@ -213,12 +213,13 @@ def _asked(engine: str, where: str, request: dict[str, Any], expected: list[list
     Raises:
         CheckError, ServerError: the engine fails.
     """
+    plain: dict[str, Any] = {"answers": expected, "seconds": [None]}
     if engine == "vllm":
         plain, fast = (vllm_answers(where, request | {"draft": draft}) for draft in (None, request["draft"]))
     else:
         from eagle3_jax.export import sglang_server  # needs the extra `report`
 
-        plain, fast = {"answers": expected, "seconds": [None]}, sglang_server.answer(where, request)
+        fast = sglang_server.answer(where, request)
     counts, times = AcceptanceCounts(fast["rounds"], fast["accepted"]), (fast["seconds"][-1], plain["seconds"][-1])
     return Counted(plain["answers"], fast["answers"], counts, *times, fast.get("repaired"))
 
@@ -259,7 +260,7 @@ def table(report: dict[str, Any]) -> str:
     steps, count = report["num_speculative_tokens"], report["prompts"]["count"]
     ways = ("vanilla", "speculative")
     depths, rates = [f"accepted at {i + 1}" for i in range(steps)], [f"{way}, tokens/s" for way in ways]
-    columns = [("", "rounds", *depths, "tau", "identical", *rates)]
+    columns: list[tuple[str, ...]] = [("", "rounds", *depths, "tau", "identical", *rates)]
     for name, x in report["engines"].items():
         speeds = ("-" if (speed := x["tokens_per_second"][way]) is None else f"{speed:.1f}" for way in ways)
         counted = (x["rounds"], *x["accepted_per_position"], f"{x['tau']:.3f}", f"{x['identical']}/{count}")

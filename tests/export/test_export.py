@@ -14,7 +14,7 @@ import tiny
 import tiny_families
 from flax import nnx
 
-from eagle3_jax.config import DraftConfig, RunConfig, run_file
+from eagle3_jax.config import ConfigError, DraftConfig, RunConfig, run_file
 from eagle3_jax.data import vocab
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.formats.heads import load_draft

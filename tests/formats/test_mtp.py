@@ -40,7 +40,9 @@ class Tokenizer:
         return " ".join(map(str, ids))
 
 
-SIZES = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, max_position_embeddings=128)
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, max_position_embeddings=128
+)
 SIZES |= dict(num_attention_heads=4, initializer_range=0.3, rms_norm_eps=1e-5)
 
 
@@ -59,7 +61,7 @@ def deepseek(layers: int, dense: int, seed: int):
 
     torch.manual_seed(seed)
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
-    latent = dict(q_lora_rank=12, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    latent: dict[str, Any] = dict(q_lora_rank=12, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
     experts = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=20)
     config = transformers.DeepseekV3Config(
         **SIZES | latent | experts,

@@ -151,7 +151,8 @@ class _Part:
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         parts = self.tensor.parts(index[0])
-        found = np.zeros_like(parts[1]) if parts[self.which] is None else parts[self.which]
+        found = parts[self.which]
+        found = np.zeros_like(parts[1]) if found is None else found
         return np.repeat(found, self.repeats, axis=1)[:, index[1]]
 
 

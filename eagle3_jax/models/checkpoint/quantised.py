@@ -96,7 +96,7 @@ def with_scales(entry: Entry, scales: Scales, stored: Mapping[str, Described]) -
     tensors, dtypes = {}, set()
     for name, shape in entry.tensors.items():
         own = stored.get(f"{name}{scales.suffix}")
-        tensors |= {name: shape, f"{name}{scales.suffix}": scales.shapes(shape, own and own.shape)}
+        tensors |= {name: shape, f"{name}{scales.suffix}": scales.shapes(shape, own.shape if own else None)}
         dtypes.add(stored[name].dtype if name in stored else _EIGHT_BITS[0])
     shapes = list(entry.tensors.values())
     columns = shapes[0][1]
