@@ -108,9 +108,6 @@ VLLM = Form(
 # takes a missing `norm_before_residual` for true (transformers_utils/configs/speculators/algos.py, 0.32.0), so every
 # flag is written. Embeddings, which speculators saves, are left out: both readers then use the target's.
 
-# vLLM's default, which the converter of speculators writes too.
-_SPECULATIVE_TOKENS = 3
-
 
 def _flatten_speculators(values: dict[str, Any]) -> dict[str, Any]:
     layer, speculation = values.get("transformer_layer_config"), values.get("speculators_config")
@@ -137,7 +134,7 @@ def _write_speculators(head: StoredHead) -> dict[str, Any]:
         **({} if layers is None else {AUX_LAYERS: list(layers)}),
         "tie_word_embeddings": False,
         "transformer_layer_config": fields.llama(head) | _count(head),
-        "speculators_config": speculation("eagle3", _SPECULATIVE_TOKENS, head.verifier),
+        "speculators_config": speculation("eagle3", 3, head.verifier),  # vLLM's default number
     }
 
 

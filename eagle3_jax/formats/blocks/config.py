@@ -55,7 +55,6 @@ _SELECTOR = {
 }
 # Key of the target's layers -> what makes its numbers boundaries.
 _AUX_LAYERS = {"target_layer_ids": 1, fields.AUX_LAYERS: 0, "aux_hidden_state_layer_ids": 0}
-_ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
 
 
 def describes(network: type[DFlash], values: dict[str, Any]) -> bool:
@@ -79,7 +78,7 @@ def read(network: type[DFlash], values: dict[str, Any], problems: list[str]) -> 
             problems.append(f"{key}: got {flat[key]!r}, expected {supported[0]!r}")
     sizes = fields.sizes(_SIZES, flat, problems)
     theta, scaling = read_rope(flat, problems)
-    if not any("rope_theta" in section for section in (flat, *(flat.get(name) or {} for name in _ROPE[1:]))):
+    if not any("rope_theta" in (x or {}) for x in (flat, flat.get("rope_parameters"), flat.get("rope_scaling"))):
         problems.append("rope_theta: missing; engines differ in its default")
     found: dict[str, Any] = {
         "rope_theta": theta,

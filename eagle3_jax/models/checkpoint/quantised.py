@@ -21,7 +21,6 @@ _EIGHT_BITS = ("F8_E4M3", "I8")
 _SUFFIXES = ("_scale", "_scale_inv", "_scales")
 _NAN_EXPONENT = 255  # of MXFP4's scales, powers of two
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
-_STRATEGIES = ("tensor", "channel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,7 @@ def read_scales(values: Mapping[str, Any], problems: list[str], others: Collecti
         own, place = group.get("weights") or {}, f"config_groups.{name}.weights"
         expected += [
             (f"{place}.num_bits", own.get("num_bits"), (8,)),
-            (f"{place}.strategy", own.get("strategy"), _STRATEGIES),
+            (f"{place}.strategy", own.get("strategy"), ("tensor", "channel")),
             (f"{place}.symmetric", own.get("symmetric", True), (True,)),
         ]
     expected.append(("kv_cache_scheme", section.get("kv_cache_scheme"), (None,)))
