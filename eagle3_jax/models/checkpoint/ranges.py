@@ -30,7 +30,7 @@ def open_tensors(path: disk.Path) -> tuple[dict[str, Described], Callable[[str],
     """
     if path.suffix == GGUF:
         return open_gguf(path)
-    size, remote = disk.size(path), disk.is_remote(path)
+    size = disk.size(path)
     length = int.from_bytes(disk.read_range(path, 0, 8), "little") if size >= 8 else size
     if not length <= min(size - 8, _LARGEST_HEADER):
         raise SafetensorError(f"the header is larger than the file: {length} bytes of {size}")
@@ -50,21 +50,18 @@ def open_tensors(path: disk.Path) -> tuple[dict[str, Described], Callable[[str],
         raise SafetensorError(f"not a header ({type(error).__name__}: {error})") from error
     if end != size:
         raise SafetensorError(f"got {size} bytes, expected {end}")
-    held = None if remote else np.asarray(np.memmap(path, np.uint8, "r"))
 
-    def tensor(name: str) -> Any:
-        dtype, shape = np.dtype(DTYPES[found[name].dtype]), found[name].shape
-        begin, stop = (start + offset for offset in entries[name]["data_offsets"])
-        return _Remote(path, begin, dtype, shape) if held is None else held[begin:stop].view(dtype).reshape(shape)
+    def tensor(name: str) -> _Tensor:
+        return _Tensor(path, start + entries[name]["data_offsets"][0], DTYPES[found[name].dtype], found[name].shape)
 
     return found, tensor
 
 
-class _Remote:
-    """A tensor in a bucket, read by whole rows when it is indexed; the rows of the last read are kept."""
+class _Tensor:
+    """A tensor that is read by whole rows when it is indexed; the rows of the last read are kept."""
 
-    def __init__(self, path: disk.Path, begin: int, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-        self.shape, row = shape, dtype.itemsize * math.prod(shape[1:])
+    def __init__(self, path: disk.Path, begin: int, dtype: Any, shape: tuple[int, ...]) -> None:
+        self.shape, row = shape, np.dtype(dtype).itemsize * math.prod(shape[1:])
 
         @functools.lru_cache(1)  # devices take columns of the same rows
         def rows(start: int, stop: int) -> np.ndarray:
@@ -74,7 +71,7 @@ class _Remote:
         self._rows = rows
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        rows, *others = index if isinstance(index, tuple) else (index,)
+        rows, *others = index if isinstance(index, tuple) and index else (index,)
         if not self.shape or not isinstance(rows, slice) or rows.step not in (None, 1):
             return self._rows(0, self.shape[0] if self.shape else 1).reshape(self.shape)[index]
         start, stop, _ = rows.indices(self.shape[0])
