@@ -182,10 +182,10 @@ class Engine:
         Args:
             target: a name, a hub id, a folder, or a loaded target.
             draft: "auto", the default, is the head packaged for this target, else vanilla decoding. "lookup" copies
-                drafts from the text. "mtp" is the MTP layer in the target's own checkpoint (MiMo, DeepSeek-V3; SGLang's
-                NEXTN). None is vanilla decoding. Otherwise a loaded head; the folder of a head, from `export` or in
-                another engine's form (see `load_draft`); or the folder or name of a smaller model with the target's
-                vocabulary (SGLang's STANDALONE).
+                drafts from the text. "mtp" is the MTP layer in the target's own checkpoint (SGLang's NEXTN). None is
+                vanilla decoding. Otherwise a loaded head; the folder of a head, from `export` or in another engine's
+                form (see `load_draft`); or the folder or name of a smaller model with the target's vocabulary (SGLang's
+                STANDALONE).
             tree: shape of the draft, see `__init__`. "auto", the default, chooses for every dispatch.
             batch_size: sequences decoded together.
             max_length: most tokens of a prompt and its answer, at most the target's positions.

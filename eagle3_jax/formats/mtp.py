@@ -24,13 +24,14 @@ from eagle3_jax.formats.stored import filled, to_tensors
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target, read_config
-from eagle3_jax.models.checkpoint.load import WeightsError, locate, misfits, reader
+from eagle3_jax.models.checkpoint.load import WeightsError, locate, misfits, reader, spelt
 from eagle3_jax.models.checkpoint.table import Entry
-from eagle3_jax.models.drafts import deepseek_mtp, mimo_mtp
+from eagle3_jax.models.drafts import deepseek_mtp, mimo_mtp, qwen3_5_mtp
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
 from eagle3_jax.models.families.mimo import MimoConfig
+from eagle3_jax.models.families.qwen3_5 import Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs import disk
@@ -39,6 +40,7 @@ from eagle3_jax.runs import disk
 _LAYERS: dict[type[ModelConfig], tuple[type[MtpHead], Callable[[Any], dict[str, Entry]]]] = {
     MimoConfig: (mimo_mtp.MimoMtp, mimo_mtp.table),
     DeepseekV3Config: (deepseek_mtp.DeepseekMtp, deepseek_mtp.table),
+    **dict.fromkeys((Qwen35Config, Qwen35MoeConfig, Qwen3NextConfig), (qwen3_5_mtp.Qwen35Mtp, qwen3_5_mtp.table)),
 }
 # Form -> why its engine cannot run a family's layer as it is trained here.
 _REFUSED: dict[tuple[type[ModelConfig], str], str] = {
@@ -64,13 +66,14 @@ def _table(shape: ModelConfig) -> dict[str, Entry]:
     return _LAYERS[type(shape)][1](shape)
 
 
-def _tensors(folder: disk.Path, shape: ModelConfig) -> dict[str, Any]:
-    """Opens a layer's tensors, which are read when they are indexed. Raises WeightsError."""
-    table, found = _table(shape), locate(folder)
+def _tensors(folder: disk.Path, shape: ModelConfig) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """Opens a layer's tensors, which are read when they are indexed; with their table. Raises WeightsError."""
+    found = locate(folder)
+    table = spelt(_table(shape), {name: name for name in found})
     if problems := misfits(table, found):
         raise WeightsError(f"{folder}: no MTP layer to draft with ('mtp'):\n  " + "\n  ".join(problems))
     tensor = reader(found)
-    return {name: tensor(name) for entry in table.values() for name in entry.tensors}
+    return table, {name: tensor(name) for entry in table.values() for name in entry.tensors}
 
 
 def _shape_of(folder: disk.Path, target: ModelConfig) -> ModelConfig:
@@ -87,7 +90,8 @@ def _shape_of(folder: disk.Path, target: ModelConfig) -> ModelConfig:
 
 
 def _unquantised(shape: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(shape, fp8=False) if isinstance(shape, DeepseekV3Config) else shape
+    own = {"fp8": False} if isinstance(shape, DeepseekV3Config) else {}
+    return dataclasses.replace(shape, scales=None, **own)
 
 
 class MtpKind(DraftKind):
@@ -102,9 +106,9 @@ class MtpKind(DraftKind):
         """
         shape, rows = target.model.config, dense(target.model.output_rows)
         network, source = head_of(shape), shape if folder is None else _shape_of(folder, shape)
-        tensors = _tensors(folder or target.folder, source)
+        table, tensors = _tensors(folder or target.folder, source)
         assert isinstance(rows, jax.Array), "the target is loaded, and not packed yet"
-        head = filled(network, shape, jnp.dtype(dtype), _table(source), tensors, rows)
+        head = filled(network, shape, jnp.dtype(dtype), table, tensors, rows)
         return Draft(head, jnp.arange(shape.vocab_size, dtype=jnp.int32))
 
     def stored(self, draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> StoredHead:
@@ -128,7 +132,8 @@ class MtpKind(DraftKind):
             raise DraftFormatError(f"export.format: got {form!r}, expected {' or '.join(map(repr, able))}: {why}")
         if head.problems:
             raise DraftFormatError("this layer cannot be saved:\n  " + "\n  ".join(head.problems))
-        files.write(folder, shape.to_hf() | {"num_nextn_predict_layers": 1, "torch_dtype": str(dtype)}, head.tensors)
+        counts = dict.fromkeys(head_of(shape).counted_by, 1)
+        files.write(folder, shape.to_hf() | counts | {"torch_dtype": str(dtype)}, head.tensors)
         tensors, _ = files.read_tensors(folder, str)
         found = StoredHead(self, _shape_of(folder, shape), tensors, head.token_ids)
         if not found.same(dataclasses.replace(head, config=found.config)):

@@ -28,6 +28,7 @@ from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.target_config import ModelConfig
 
 VOCABULARY, HIDDEN = 40, 32
+WIDTHS = "moe_intermediate_size", "shared_expert_intermediate_size"
 
 
 class Tokenizer:
@@ -75,14 +76,45 @@ def deepseek(layers: int, dense: int, seed: int):
     return noisy(transformers.DeepseekV3ForCausalLM(config))
 
 
-def noisy(model):
-    """With norms, biases and routers that show."""
+def qwen_delta(architecture: str, layer_types: list[str], seed: int):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(seed)
+    family = getattr(transformers, architecture)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} | dict.fromkeys(WIDTHS, 20)
+    config = family.config_class(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=len(layer_types),
+        layer_types=layer_types,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        **({} if architecture == "Qwen3_5ForCausalLM" else experts),
+    )
+    return noisy(family(config), around=0)
+
+
+def noisy(model, around=1):
+    """With norms, biases and routers that show; norms `around` what they are in a new model."""
     import torch
 
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if parameter.ndim == 1 and "rotary" not in name:
-                parameter.copy_(("e_score" not in name) + 0.3 * torch.randn_like(parameter))
+                mean = 1 if "linear_attn" in name else around
+                parameter.copy_(("e_score" not in name) * mean + 0.3 * torch.randn_like(parameter))
             if name.endswith("mlp.gate.weight"):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
     return model.eval()
@@ -127,7 +159,40 @@ def deepseek_v3(tmp_path) -> Target:
     return loaded(tmp_path)
 
 
-@pytest.fixture(params=["mimo", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+def delta(folder: pathlib.Path, architecture: str) -> tuple[Target, Any, dict[str, np.ndarray]]:
+    """A Qwen with Gated DeltaNet and such a layer, the model that the layer is taken of, and all tensors."""
+    model = qwen_delta(architecture, ["linear_attention", "full_attention", "linear_attention"], 0)
+    model.save_pretrained(folder)
+    other = qwen_delta(architecture, ["full_attention"], 1)
+    other.save_pretrained(folder / "other")
+    rng, prefix = np.random.default_rng(2), "model.layers.0."
+    found = load_file(folder / "other/model.safetensors")
+    layer = {
+        "pre_fc_norm_embedding.weight": 0.3 * rng.normal(size=HIDDEN),
+        "pre_fc_norm_hidden.weight": 0.3 * rng.normal(size=HIDDEN),
+        "fc.weight": 0.3 * rng.normal(size=(HIDDEN, 2 * HIDDEN)),
+        "norm.weight": found["model.norm.weight"],
+    } | {f"layers.0.{name.removeprefix(prefix)}": x for name, x in found.items() if name.startswith(prefix)}
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"mtp.{name}": np.asarray(x, np.float32) for name, x in layer.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return loaded(folder), other, tensors
+
+
+@pytest.fixture
+def qwen3_5(tmp_path) -> Target:
+    return delta(tmp_path, "Qwen3_5ForCausalLM")[0]
+
+
+@pytest.fixture
+def qwen3_next(tmp_path) -> Target:
+    return delta(tmp_path, "Qwen3NextForCausalLM")[0]
+
+
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("deepseek_v3", "qwen3_next")]
+
+
+@pytest.fixture(params=["mimo", "qwen3_5", *LONG])
 def target(request) -> Target:
     return request.getfixturevalue(request.param)
 
@@ -162,6 +227,44 @@ def test_it_is_transformers_layer_between_its_norms(mimo):
     )
     np.testing.assert_allclose(states, expected, atol=1e-4, rtol=1e-4)
     np.testing.assert_allclose(draft.head.logits(states), expected @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Qwen3_5ForCausalLM",
+        pytest.param("Qwen3_5MoeForCausalLM", marks=pytest.mark.long),
+        pytest.param("Qwen3NextForCausalLM", marks=pytest.mark.long),
+    ],
+)
+def test_qwen_3_5_s_is_transformers_layer_between_its_norms(tmp_path, architecture):
+    """Two passes; the normed output of the first one recurs. Experts are as transformers writes them."""
+    import torch
+
+    target, other, tensors = delta(tmp_path, architecture)
+    rng = np.random.default_rng(0)
+    tokens, features = rng.integers(0, VOCABULARY, (1, 9)), rng.normal(size=(1, 7, HIDDEN)).astype(np.float32)
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * (1 + tensors[f"mtp.pre_fc_norm_{name}.weight"])
+
+    def expected(features: np.ndarray) -> np.ndarray:
+        embeds = tensors["model.embed_tokens.weight"][tokens[:, : features.shape[1]]]
+        joined = np.concatenate([norm(embeds, "embedding"), norm(features, "hidden")], axis=-1)
+        with torch.no_grad():
+            entering = torch.tensor(joined @ tensors["mtp.fc.weight"].T)
+            return other.model(inputs_embeds=entering).last_hidden_state.numpy()
+
+    head = MTP.load(None, target, jnp.float32).head
+    embed, none = target.model.embed[...], jnp.zeros(1, jnp.int32)
+    first = Pass(jnp.arange(7)[None], none)
+    states, cache = head.feed(embed, jnp.asarray(tokens[:, :7]), jnp.asarray(features), first, head.empty_cache(1, 16))
+    np.testing.assert_allclose(states, expected(features), atol=1e-4, rtol=1e-4)
+    both, second = np.concatenate([features, states[:, -2:]], axis=1), Pass(jnp.arange(7, 9)[None], none + 7)
+    states, _ = head.feed(embed, jnp.asarray(tokens[:, 7:]), states[:, -2:], second, cache)
+    np.testing.assert_allclose(states, wanted := expected(both)[:, 7:], atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(head.logits(states), wanted @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.long
@@ -209,14 +312,22 @@ def test_it_changes_no_token(target):
 def test_a_layer_that_is_not_there_is_named(target):
     path = pathlib.Path(target.folder, "model.safetensors")
     tensors = load_file(path)
-    (name,) = (name for name in tensors if name.endswith(("input_proj.weight", "eh_proj.weight")))
+    (name,) = (name for name in tensors if name.endswith(("input_proj.weight", "eh_proj.weight", "mtp.fc.weight")))
     del tensors[name]
     save_file(tensors, path)
     with pytest.raises(WeightsError, match=rf"missing tensor {re.escape(name)} \[32, 64\]"):
         MTP.load(None, target, jnp.float32)
 
 
-@pytest.fixture(params=["MiMoForCausalLM", "DeepseekV3ForCausalLM"])
+PREFIXES = {
+    "MiMoForCausalLM": ("model.mtp_layers.0.", "model.mtp_layers.0."),
+    "DeepseekV3ForCausalLM": ("model.layers.4.", "model.layers.4."),
+    "Qwen3_5ForCausalLM": ("mtp.", "mtp.layers.0."),
+    "Qwen3_5MoeForCausalLM": ("mtp.", "mtp.layers.0."),
+}
+
+
+@pytest.fixture(params=PREFIXES)
 def alone(request, tmp_path):
     """A target without such layers in its folder, a trained layer for it, and the layer's folder."""
     family = next(x for x in FAMILIES if x.config.architecture == request.param)
@@ -240,11 +351,14 @@ def test_a_trained_layer_has_the_names_of_the_checkpoint_s_own(alone):
     target, head, folder = alone
     shape = target.model.config
     write(folder, head, shape, "float32", "sglang")
-    prefix = "model.mtp_layers.0." if shape.architecture == "MiMoForCausalLM" else "model.layers.4."
+    prefix, layer = PREFIXES[shape.architecture]
     tensors, values = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     assert {name for name in tensors if not name.startswith(prefix)} == set()
-    assert {f"{prefix}{name}.weight" for name in ("input_layernorm", "self_attn.o_proj")} < tensors.keys()
-    assert (values["architectures"], values["num_nextn_predict_layers"]) == ([shape.architecture], 1)
+    assert {f"{layer}{name}.weight" for name in ("input_layernorm", "self_attn.o_proj")} < tensors.keys()
+    if shape.architecture == "Qwen3_5MoeForCausalLM":
+        assert {f"{layer}mlp.{name}.weight" for name in ("experts.3.up_proj", "shared_expert_gate")} < tensors.keys()
+    count = "mtp_num_hidden_layers" if prefix == "mtp." else "num_nextn_predict_layers"
+    assert (values["architectures"], values[count]) == ([shape.architecture], 1)
     assert "quantization_config" not in values
     kind = kinds.of_folder(folder)
     assert (kind, kind.method, kind.algorithm, kind.block(folder)) == (MTP, "mtp", "NEXTN", None)

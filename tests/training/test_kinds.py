@@ -116,6 +116,37 @@ class PlainMimo(Plain):
         return x + self.silu_mlp(self.norm(x, self.w["block/post_norm"]), "block/mlp")
 
 
+class PlainQwen35(Plain):
+    """Norms have an offset from 1."""
+
+    def norm(self, x, weight, eps=None):
+        return super().norm(x, 1 + weight, eps)
+
+    def pair(self, token, feature, position):
+        x = [self.norm(token, self.w["token_norm"]), self.norm(feature, self.w["hidden_norm"])]
+        return self.torch.cat(x) @ self.w["fc"]
+
+    def part(self, x, weight, position):
+        """The norm of heads, and RoPE of their first dimensions."""
+        x, d = self.norm(x, weight), self.c.rope_dim
+        return self.torch.cat([self.turned(x[:, :d], position, False), x[:, d:]], -1)
+
+    def entry(self, x, position):
+        c, k, a = self.c, self.c.num_key_value_heads, "block/attention"
+        group = c.num_attention_heads // k
+        heads = (self.norm(x, self.w["block/input_offset"]) @ self.w[f"{a}/qkv"]).reshape(k, -1, c.head_dim)
+        queries = self.part(heads[:, : 2 * group : 2].reshape(-1, c.head_dim), self.w[f"{a}/q_offset"], position)
+        gates = heads[:, 1 : 2 * group : 2].reshape(-1)
+        key = self.part(heads[:, 2 * group], self.w[f"{a}/k_offset"], position).repeat_interleave(group, 0)
+        return (queries, gates), key, heads[:, 2 * group + 1].repeat_interleave(group, 0)
+
+    def layer(self, x, queries, keys, values):
+        queries, gates = queries
+        attended = self.attended(queries, keys, values, self.c.head_dim**-0.5).reshape(-1)
+        x = x + (attended * self.torch.sigmoid(gates)) @ self.w["block/attention/o"]
+        return x + self.silu_mlp(self.norm(x, self.w["block/post_offset"]), "block/mlp")
+
+
 class PlainDeepseek(Plain):
     def pair(self, token, feature, position):
         x = [self.norm(token, self.w["token_norm"]), self.norm(feature, self.w["hidden_norm"])]
@@ -156,6 +187,13 @@ class PlainDeepseek(Plain):
         return x + out
 
 
+PLAIN = [
+    ("MiMoForCausalLM", PlainMimo),
+    ("DeepseekV3ForCausalLM", PlainDeepseek),
+    ("Qwen3_5ForCausalLM", PlainQwen35),
+]
+
+
 def plain_loss(plain: Any, embed, rows, batch: dict[str, np.ndarray]) -> Any:
     """Drafts `STEPS` tokens from every prefix of every document, and sums what the teacher says of them."""
     torch, total, tokens = plain.torch, 0.0, int((batch["segment_ids"] > 0).sum())
@@ -190,13 +228,7 @@ def plain_loss(plain: Any, embed, rows, batch: dict[str, np.ndarray]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, plain",
-    [
-        ("MiMoForCausalLM", PlainMimo),
-        pytest.param("DeepseekV3ForCausalLM", PlainDeepseek, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("name, plain", PLAIN)
 def test_loss_and_gradients_of_an_mtp_layer_are_plain_torch_s(name, plain):
     torch = pytest.importorskip("torch")
     target = tiny_families.make(family(name))

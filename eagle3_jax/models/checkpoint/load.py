@@ -80,12 +80,7 @@ def load_model(
     family = family_of(config)
     files = locate(folder)
     stored = {text_name(name): name for name in files}
-    table = family.table(config)
-    for path, entry in table.items():  # under the checkpoint's names, in the spelling that it has
-        if entry.other is not None and entry.other.tensors.keys() <= stored.keys():
-            entry = entry.other
-        tensors = {stored.get(name, name): shape for name, shape in entry.tensors.items()}
-        table[path] = dataclasses.replace(entry, tensors=tensors)
+    table = spelt(family.table(config), stored)
     unused = [name for text, name in stored.items() if text.startswith((*family.unused(config), *TOWER))]
     if unused:
         processes.say(f"{folder}: {len(unused)} tensors are not read: {', '.join(sorted(unused)[:3])} ...")
@@ -229,6 +224,21 @@ def _described(files: dict[str, disk.Path]) -> tuple[dict[str, Described], list[
         missing = sorted(names - held.keys())
         problems += [f"{path.name}: the index promises {name}, the file does not hold it" for name in missing]
     return found, problems
+
+
+def spelt(table: dict[str, Entry], stored: Mapping[str, str]) -> dict[str, Entry]:
+    """Replaces a table's names of tensors by the checkpoint's, in the spelling that it has.
+
+    Args:
+        stored: a tensor's name in a text-only checkpoint -> its name in this one.
+    """
+    found = {}
+    for path, entry in table.items():
+        if entry.other is not None and entry.other.tensors.keys() <= stored.keys():
+            entry = entry.other
+        tensors = {stored.get(name, name): shape for name, shape in entry.tensors.items()}
+        found[path] = dataclasses.replace(entry, tensors=tensors)
+    return found
 
 
 def _check(folder: disk.Path, table: dict[str, Entry], files: dict[str, disk.Path], *, tied: bool) -> None:

@@ -8,9 +8,6 @@ embeddings and of the LM head (`embed_tokens`, `shared_head.head`) are not read.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
 from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.models.families import deepseek_v3
@@ -19,9 +16,6 @@ from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
 
 class DeepseekMtp(MtpHead):
     block_type = deepseek_v3.Block
-
-    def joined(self, tokens: Float[Array, "b t h"], hidden: Float[Array, "b t h"]) -> Float[Array, "b t both"]:
-        return jnp.concatenate([tokens, hidden], axis=-1)
 
 
 def table(config: DeepseekV3Config) -> dict[str, Entry]:

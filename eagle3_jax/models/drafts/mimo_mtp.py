@@ -6,7 +6,6 @@ and vLLM itself, use the state before that norm.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
-from eagle3_jax.models.drafts.mtp import MtpHead
+from eagle3_jax.models.drafts.mtp import MtpHead, first_layer
 from eagle3_jax.models.families import qwen2
 from eagle3_jax.models.families.mimo import MTP, MimoConfig
 
@@ -39,19 +38,9 @@ class MimoMtp(MtpHead):
 def table(config: MimoConfig) -> dict[str, Entry]:
     """Maps parameter paths in `MimoMtp` to tensors of the target's checkpoint; the LM head is the target's."""
     h, source = config.hidden_size, f"{MTP}0"
-    layer = {
-        path.removeprefix("blocks/0/"): _renamed(entry, "model.layers.0.", f"{source}.")
-        for path, entry in qwen2.table(config).items()
-        if path.startswith("blocks/0/")
-    }
-    return {f"block/{path}": entry for path, entry in layer.items()} | {
+    return first_layer(qwen2.table(config), f"{source}.") | {
         "token_norm": plain(f"{source}.token_layernorm.weight", h),
         "hidden_norm": plain(f"{source}.hidden_layernorm.weight", h),
         "fc": kernel(f"{source}.input_proj.weight", h, 2 * h),
         "norm": plain(f"{source}.final_layernorm.weight", h),
     }
-
-
-def _renamed(entry: Entry, old: str, new: str) -> Entry:
-    tensors = {name.replace(old, new): shape for name, shape in entry.tensors.items()}
-    return dataclasses.replace(entry, tensors=tensors)

@@ -7,7 +7,8 @@ outputs. Embeddings and LM head are the target's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import Pass
+from eagle3_jax.models.checkpoint.table import Entry
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
 from eagle3_jax.models.layers import at_row, normal, ones, rms_norm
 from eagle3_jax.models.target import rotary
@@ -23,9 +25,14 @@ from eagle3_jax.models.target_config import ModelConfig, final_boundary
 
 
 class MtpHead(Head):
-    """An MTP layer as a head; `fc` [2H, H], the layer shaped as the target's."""
+    """An MTP layer as a head; `fc` [2H, H], the layer shaped as the target's.
+
+    Attributes:
+        counted_by: fields of config.json that count such layers.
+    """
 
     block_type: ClassVar[Callable[..., Any]]  # as `TargetModel.block`
+    counted_by: ClassVar[tuple[str, ...]] = ("num_nextn_predict_layers",)
     config: ShapeOfModel
 
     def __init__(self, target: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
@@ -43,7 +50,10 @@ class MtpHead(Head):
 
     def joined(self, tokens: Float[Array, "b t h"], hidden: Float[Array, "b t h"]) -> Float[Array, "b t both"]:
         """Concatenates both in the order of `fc`'s input."""
-        raise NotImplementedError
+        return jnp.concatenate([tokens, hidden], axis=-1)
+
+    def normed(self, x: Float[Array, "b t h"], weight: nnx.Param) -> Float[Array, "b t h"]:
+        return rms_norm(x, weight[...], self.config.model.rms_norm_eps)
 
     def __call__(
         self,
@@ -53,12 +63,21 @@ class MtpHead(Head):
         attend: Callable[[Array, Array, Array], Array],
     ) -> Float[Array, "b r h"]:
         """See `Head`."""
-        c = self.config.model
-        tokens = rms_norm(embeds, self.token_norm[...], c.rms_norm_eps)
-        hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
-        x = self.block(linear(self.joined(tokens, hidden), self.fc[...]), rotary(c, this.positions), attend)
-        return rms_norm(at_row(x, this.row), self.norm[...], c.rms_norm_eps)
+        joined = self.joined(self.normed(embeds, self.token_norm), self.normed(features, self.hidden_norm))
+        x = self.block(linear(joined, self.fc[...]), rotary(self.config.model, this.positions), attend)
+        return self.normed(at_row(x, this.row), self.norm)
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
         """Returns the state, which is normed already."""
         return state
+
+
+def first_layer(table: Mapping[str, Entry], source: str) -> dict[str, Entry]:
+    """Takes the entries of a target's first layer as `MtpHead.block`'s, with the prefix `source` of their tensors."""
+
+    def moved(entry: Entry) -> Entry:
+        tensors = {name.replace("model.layers.0.", source, 1): shape for name, shape in entry.tensors.items()}
+        return dataclasses.replace(entry, tensors=tensors, other=entry.other and moved(entry.other))
+
+    layer = {path.removeprefix("blocks/0/"): entry for path, entry in table.items() if path.startswith("blocks/0/")}
+    return {f"block/{path}": moved(entry) for path, entry in layer.items()}

@@ -23,7 +23,7 @@ from eagle3_jax.models.families.gemma3 import OffsetNormed, offset_norm
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, normal, ones, rms_norm, zeros
 from eagle3_jax.models.recurrent import ConvolutionCache, DeltaCache
 from eagle3_jax.models.rope import read_partial
-from eagle3_jax.models.target import Rope
+from eagle3_jax.models.target import Attend, Rope
 from eagle3_jax.models.target_config import ModelConfig
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -151,7 +151,7 @@ class GatedAttention(Attention):
         self.q_offset, self.k_offset = zeros(c.head_dim, dtype), zeros(c.head_dim, dtype)
         self.eps = c.rms_norm_eps
 
-    def __call__(self, x: Float[Array, "b t h"], rope: Rope, own: LayerPass) -> Float[Array, "b t h"]:
+    def __call__(self, x: Float[Array, "b t h"], rope: Rope, own: Attend) -> Float[Array, "b t h"]:
         q, k, v = self.heads(self.fused(x))
         q, gate = q[:, :, ::2], q[:, :, 1::2]
         q, k = offset_norm(q, self.q_offset[...], self.eps), offset_norm(k, self.k_offset[...], self.eps)
@@ -214,7 +214,7 @@ class SparseMLP(qwen3_moe.SparseMLP):
 
 
 class Block(nnx.Module):
-    """One decoder layer."""
+    """One decoder layer; `own` is a `LayerPass`, or, of full attention, any `Attend`."""
 
     def __init__(self, config: Qwen35Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c: Any = config
@@ -229,7 +229,7 @@ class Block(nnx.Module):
         else:
             self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b t h"], rope: Rope, own: LayerPass) -> Float[Array, "b t h"]:
+    def __call__(self, x: Float[Array, "b t h"], rope: Rope, own: Any) -> Float[Array, "b t h"]:
         normed = offset_norm(x, self.input_offset[...], self.eps)
         x = x + (self.delta(normed, own) if self.linear else self.attention(normed, rope, own))
         return x + self.mlp(offset_norm(x, self.post_offset[...], self.eps))
@@ -325,6 +325,9 @@ def _mlp(config: Any, layer: int, path: str, source: str) -> dict[str, Entry]:
     }
 
 
+MTP = "mtp."
+
+
 def unused(config: Any) -> tuple[str, ...]:
-    """Prefixes of the tensors that are not read: those of the layers that predict further tokens."""
-    return ("mtp.",)
+    """Prefixes of the tensors that are not read: those of the layer in `qwen3_5_mtp`, which predicts further tokens."""
+    return (MTP,)

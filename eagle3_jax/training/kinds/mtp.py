@@ -1,4 +1,4 @@
-"""A target's multi-token prediction layer (MTP; MiMo, DeepSeek-V3), trained by the training-time test.
+"""A target's multi-token prediction layer (MTP), trained by the training-time test.
 
 The layer reads the target's last hidden state alone. Embeddings and LM head are the target's and stay frozen, so that
 neither weights nor moments of the LM head are kept. The draft vocabulary is the target's.
