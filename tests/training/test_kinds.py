@@ -189,7 +189,7 @@ class PlainDeepseek(Plain):
 
 PLAIN = [
     ("MiMoForCausalLM", PlainMimo),
-    ("DeepseekV3ForCausalLM", PlainDeepseek),
+    pytest.param("DeepseekV3ForCausalLM", PlainDeepseek, marks=pytest.mark.long),
     ("Qwen3_5ForCausalLM", PlainQwen35),
 ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
