@@ -118,7 +118,20 @@ class KVCache:
         return KVCache(*append(keys, values, self.keys, self.values, this.lengths, **table))
 
 
-LayerCache = Any  # KVCache, a kind of `models/recurrent.py`, or what stands for one in a pass over parts of rows
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BorrowedCache:
+    """Stands for the cache of a layer that reads an earlier layer's keys and values, and has none of its own."""
+
+    layer: int = dataclasses.field(metadata={"static": True})
+
+    def commit(self, this: Pass, path: Int[Array, "b p"], counts: Int[Array, " b"]) -> BorrowedCache:
+        return self
+
+
+LayerCache = (
+    Any  # KVCache, BorrowedCache, a kind of `models/recurrent.py`, or what stands for one in a pass over parts of rows
+)
 
 
 @jax.tree_util.register_dataclass
@@ -189,10 +202,11 @@ class LayerPass:
 
     Attributes:
         cache: the layer's own, with the new entries once the layer has used it.
+        entries: the new keys and values, once the layer has attended; before, those of the layer whose cache it reads.
     """
 
-    def __init__(self, this: Pass, cache: LayerCache) -> None:
-        self._this, self.cache = this, cache
+    def __init__(self, this: Pass, cache: LayerCache, entries: tuple[Array, Array] | None = None) -> None:
+        self._this, self.cache, self.entries = this, cache, entries
 
     def __call__(
         self,
@@ -218,6 +232,7 @@ class LayerPass:
             first = begin + this.positions // chunk * chunk
         if this.tail_mask is not None and this.tail_positions is not None and first is not None:
             this = dataclasses.replace(this, tail_mask=this.tail_mask & (this.tail_positions >= first[:, :, None]))
+        self.entries = keys, values
         attended, self.cache = self.cache.append_and_attend(queries, keys, values, this, first, sinks)
         return attended
 

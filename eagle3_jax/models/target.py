@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.models.cache import Cache, KVCache, LayerCache, LayerPass, Pass, slots_of
+from eagle3_jax.models.cache import BorrowedCache, Cache, KVCache, LayerCache, LayerPass, Pass, slots_of
 from eagle3_jax.models.layers import (
     embeddings,
     normal,
@@ -67,14 +67,16 @@ class TargetModel(nnx.Module):
         """
         c = self.config
         rope, x, this = self.rotary(this.positions), self.embedded(tokens), this.with_tail_positions()
-        aux = []
+        aux, entries = [], {}
         for layer, block in enumerate(self.blocks):
             if layer in c.aux_layers:
                 # The barrier keeps XLA from summing the layers' outputs again at the end, which would keep all of them.
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
-            x, own = _decoder_layer(block, x, rope, this, cache.layers[layer])
-            cache = cache.with_layer(layer, own)
+            own = cache.layers[layer]
+            place = own.layer if isinstance(own, BorrowedCache) else layer
+            x, own, entries[place] = _decoder_layer(block, x, rope, this, cache.layers[place], entries.get(place))
+            cache = cache.with_layer(place, own)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
         hidden = self.final_norm(x)
@@ -141,8 +143,16 @@ def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
 
 @jax.jit
 def _decoder_layer(
-    block: Callable[..., Array], x: Float[Array, "b t h"], rope: Any, this: Pass, cache: LayerCache
-) -> tuple[Float[Array, "b t h"], LayerCache]:
-    """Runs one layer on its own cache. The nested jit traces and lowers layers that are alike once."""
-    own = LayerPass(this, cache)
-    return block(x, rope, own), own.cache
+    block: Callable[..., Array],
+    x: Float[Array, "b t h"],
+    rope: Any,
+    this: Pass,
+    cache: LayerCache,
+    entries: tuple[Array, Array] | None,
+) -> tuple[Float[Array, "b t h"], LayerCache, tuple[Array, Array] | None]:
+    """Runs one layer on its own cache, or on that of the layer which made the entries.
+
+    The nested jit traces and lowers layers that are alike once.
+    """
+    own = LayerPass(this, cache, entries)
+    return block(x, rope, own), own.cache, own.entries
