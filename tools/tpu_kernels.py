@@ -43,6 +43,7 @@ SECONDS = 600  # for one program
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chips", default=",".join(CHIPS), help="of " + ", ".join(CHIPS))
+    parser.add_argument("--kernels", default="", help="only kernels whose name begins so")
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -56,8 +57,9 @@ def main() -> None:
     print(f"{'kernel':24}{'sizes':28}{'chip':>6}{'cycles':>9}{'us':>8}{'memory':>8}{'compute':>8}  method")
     for chip in chips:
         for number, case in enumerate(CASES):
-            rows.append(row := measure(chip, case, [sys.executable, __file__, "--child", chip, str(number)]))
-            print(line(case, row), flush=True)
+            if case.kernel.startswith(arguments.kernels):
+                rows.append(row := measure(chip, case, [sys.executable, __file__, "--child", chip, str(number)]))
+                print(line(case, row), flush=True)
     if arguments.json:
         arguments.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
