@@ -62,10 +62,10 @@ def deepseek(layers: int, dense: int, seed: int):
 
     torch.manual_seed(seed)
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
-    latent: dict[str, Any] = dict(q_lora_rank=12, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-    experts = dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=20)
+    sizes: dict[str, Any] = dict(q_lora_rank=12, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    sizes |= dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=20)
     config = transformers.DeepseekV3Config(
-        **SIZES | latent | experts,
+        **SIZES | sizes,
         num_hidden_layers=layers,
         num_key_value_heads=4,
         first_k_dense_replace=dense,
