@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from eagle3_jax.models.target_config import ModelConfig
-from eagle3_jax.runs.chips import RING_GIGABYTES, TERAFLOPS
+from eagle3_jax.runs.machine import RING_GIGABYTES, TERAFLOPS
 
 # Share of a device's memory that a target's weights may take beside activations, caches and a head's training.
 _OF_MEMORY = 0.6

@@ -1,8 +1,7 @@
 """The frame of every verb's command line: one sentence for an error, an orderly stop on SIGTERM and Ctrl-C.
 
-A preempted TPU VM, a scheduler and `docker stop` send SIGTERM and kill half a minute later; Ctrl-C is a person who
-waits. A verb asks `stop_asked`, or passes a `stop_point`, wherever its work so far is on disk. Before the first stop
-point a verb has only loaded and compiled, so a signal ends it at once. A second signal ends it anywhere.
+A verb asks `stop_asked`, or passes a `stop_point`, wherever its work so far is on disk. Before the first stop point it
+has only loaded and compiled, so a signal ends it at once. A second signal ends it anywhere.
 """
 
 from __future__ import annotations
@@ -89,9 +88,8 @@ def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> It
 def _end(said: str, asked: signal.Signals, status: int) -> NoReturn:
     """Ends the process without Python's finalisation and C's static destructors: both crash threads that compile.
 
-    Finalisation ends a thread that returns from XLA by `pthread_exit`, which XLA's frames turn into an abort (Python
-    3.11). Static destructors run under threads inside XLA and LLVM. Of 20 processes with one compiling thread each,
-    `sys.exit` ended 20 by SIGABRT, C's `exit` alone 2 by SIGSEGV, `os._exit` none.
+    Of 20 processes with one compiling thread each, `sys.exit` ended 20 by SIGABRT, C's `exit` alone 2 by SIGSEGV,
+    `os._exit` none.
     """
     with contextlib.suppress(OSError, RuntimeError):  # a closed pipe, or a signal in the middle of a flush
         sys.stdout.flush()

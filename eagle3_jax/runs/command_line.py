@@ -64,14 +64,6 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replace", action="store_true", help="what another measurement has at --output gives way")
 
 
-def _report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", action="store_true", help="prints tables of what the run learns from instead")
-
-
-def _decode(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compare", choices=["transformers"], help="is measured as well")
-
-
 def _serve(parser: argparse.ArgumentParser) -> None:
     for flag, value, text in (
         ("--compare", "NAME=URL", "a running OpenAI server (http://HOST:PORT/v1), measured as well"),
@@ -91,14 +83,14 @@ class _Verb:
 
     says: str
     sections: tuple[str, ...]
-    add_flags: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    add_flags: Callable[[argparse.ArgumentParser], object] = lambda _: None
     alone: bool = False
 
 
 _MODELS = ("target", "mesh")
 # A configuration without a run.
 _ALONE: dict[str, Any] = {"run_dir": ".", **{key: {"draft": "auto"} for key in ("evaluate", "benchmark", "serve")}}
-_VERBS = {
+VERBS = {
     "prepare": _Verb("Reads, cleans and splits the prompts.", (*_MODELS, "prepare")),
     "regenerate": _Verb("Lets the target answer the prompts itself.", (*_MODELS, "regenerate")),
     "extract": _Verb(
@@ -116,9 +108,16 @@ _VERBS = {
         _evaluate,
         alone=True,
     ),
-    "report": _Verb("All that a run measured: report.json, a table, and a picture.", (), _report),
+    "report": _Verb(
+        "All that a run measured: report.json, a table, and a picture.",
+        (),
+        lambda parser: parser.add_argument("--data", action="store_true", help="prints tables of what it learns from"),
+    ),
     "benchmark decode": _Verb(
-        "Times every draft size at every batch size.", (*_MODELS, "benchmark"), _decode, alone=True
+        "Times every draft size at every batch size.",
+        (*_MODELS, "benchmark"),
+        lambda parser: parser.add_argument("--compare", choices=["transformers"], help="is measured as well"),
+        alone=True,
     ),
     "benchmark tune": _Verb(
         "Finds the fastest draft size at every batch size, and writes a config with it.",
@@ -131,7 +130,7 @@ _VERBS = {
 
 def parser_of(verb: str) -> Parser:
     """Builds the verb's parser; the arguments it does not know are overrides of the config."""
-    known = _VERBS[verb]
+    known = VERBS[verb]
     parser = Parser(verb, known.says, known.sections)
     said = "YAML run file, see configs/" + "; or name a --target, for this package's head" * known.alone
     parser.add_argument("--config", required=not known.alone, metavar="FILE", help=said)
@@ -172,12 +171,12 @@ def help_of(module: str, argv: Sequence[str]) -> str | None:
     if not {"-h", "--help"} & set(argv):
         return None
     verb = f"{module} {argv[0]}" if module == "benchmark" else module
-    return parser_of(verb).format_help() if verb in _VERBS else benchmark_parser().format_help()
+    return parser_of(verb).format_help() if verb in VERBS else benchmark_parser().format_help()
 
 
 def benchmark_parser() -> argparse.ArgumentParser:
     """Builds the parser of the word behind `benchmark`."""
-    verbs = {name.partition(" ")[2]: verb.says for name, verb in _VERBS.items() if name.startswith("benchmark ")}
+    verbs = {name.partition(" ")[2]: verb.says for name, verb in VERBS.items() if name.startswith("benchmark ")}
     parser = argparse.ArgumentParser(
         prog="python -m eagle3_jax.benchmark",
         description="Which draft size is fastest here, and what a server gives its clients.",

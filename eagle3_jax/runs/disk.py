@@ -184,12 +184,10 @@ def lock(path: str | Path) -> Iterator[None]:
 
     The lock is the operating system's own (flock), on `.<name>.lock` beside `path`: it vanishes with a killed owner.
     The file stays, since removing a locked file would let two processes in. Across hosts it holds where the file system
-    shares locks (NFS does; a mounted bucket locks for one host only). Temporary files that killed runs of `atomic` left
-    are removed. In a bucket that object is a lease, which ends a while after its holder's death; a run that loses it
-    ends.
+    shares locks (NFS does; a mounted bucket locks for one host only). What killed runs of `atomic` left is removed. In
+    a bucket that object is a lease, which ends a while after its holder's death; a run that loses it ends.
 
-    Raises:
-        LockError: another run holds it; the message says which process. Or the run's processes do not share it.
+    Raises LockError: another run holds it, or the run's processes do not share it.
     """
     path = path_of(path)
     file = path.with_name(f".{path.name}.lock")

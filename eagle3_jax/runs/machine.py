@@ -1,4 +1,4 @@
-"""Describes the machine: its hardware, versions, TPU chips and memory."""
+"""Describes the machine: its hardware, published figures of chips, versions, and memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ import threading
 from typing import Any
 
 from eagle3_jax.runs.bucket import clients
+
+# `device_kind` -> 1e12 dense bfloat16 operations a second of one JAX device. Sources: Google's page of each TPU version
+# (a TPU v7x chip is two devices), NVIDIA's data sheets.
+TERAFLOPS = {
+    "TPU v5 lite": 197,
+    "TPU v5": 459,
+    "TPU v6 lite": 918,
+    "TPU7x": 1155,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H200": 989,
+}
+
+# `device_kind` -> 1e9 bytes a second around a ring of chips, both directions together. Source: "How to Scale Your
+# Model" (Google DeepMind, 2025), part 2, which has no TPU v7x: its links are taken to be v5p's.
+RING_GIGABYTES = {"TPU v5 lite": 90, "TPU v5": 180, "TPU v6 lite": 180, "TPU7x": 180}
 
 _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 _chosen: str | None = None  # the folder that `keep_programs` set
@@ -33,17 +49,18 @@ def hardware() -> dict[str, Any]:
     """Describes this machine: CPU, cores, accelerator, devices."""
     import jax  # programs that only read and write files do without it
 
-    cpu = platform.processor() or platform.machine()
-    info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
+    cpu = _cpuinfo("model name").partition(":")[2].strip() or platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     device = jax.devices()[0]
     accelerator = None if device.platform == "cpu" else device.device_kind
     return {"cpu": cpu, "cores": cores, "accelerator": accelerator, "devices": jax.device_count()}
+
+
+def _cpuinfo(*fields: str) -> str:
+    """Returns the first line of Linux' description of the processor that begins with one of the fields, or nothing."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith(fields)), "")
 
 
 def timed_on(model: int) -> dict[str, Any]:
@@ -77,9 +94,7 @@ def keep_programs(folder: str | pathlib.Path | None, *, small: bool = True) -> N
         settings.update("jax_enable_compilation_cache", False)
         return
     # Machine code of another processor may not run, and machines may share a folder: each kind has one in it.
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    features = _cpuinfo("flags", "Features") or platform.processor()
     kind = hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:8]
     _chosen = str(pathlib.Path(folder) / kind)
     settings.update("jax_compilation_cache_dir", _chosen)

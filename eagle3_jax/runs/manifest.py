@@ -28,17 +28,10 @@ class ManifestError(ValueError):
 
 @contextlib.contextmanager
 def claim(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_dir") -> Iterator[bool]:
-    """Locks `folder` for the work that `identity` describes, and removes half-written files of a killed run.
+    """Locks `folder` for the work that `identity` describes; yields what `begin` returns.
 
-    Yields what `begin` returns.
-
-    Args:
-        identity: see `begin`. The same on all processes of the run.
-        place: see `check_same`.
-
-    Raises:
-        LockError: another run is working on the folder.
-        ManifestError: it holds other work, or the run's processes differ in what they want to do.
+    Raises LockError: another run is working on the folder; ManifestError: it holds other work, or the run's processes
+    differ in what they want to do.
     """
     identity = json.loads(json.dumps(identity))
     with disk.lock(folder):
@@ -88,11 +81,7 @@ def check_same(path: str | disk.Path, found: Any, identity: dict[str, Any], plac
 
 
 def finish(folder: str | disk.Path, files: Iterable[str] = (), **results: Any) -> None:
-    """Marks the folder as complete and records `results` (counts, rates).
-
-    Args:
-        files: the files that the next verb reads, relative to the folder; `read` compares their digests.
-    """
+    """Marks the folder as complete; records `results` (counts, rates) and digests of files that the next verb reads."""
     folder = disk.path_of(folder)
     names = list(files)
     digests = dict(zip(names, disk.each(disk.digest, [folder / name for name in names]), strict=True))
@@ -104,11 +93,8 @@ def finish(folder: str | disk.Path, files: Iterable[str] = (), **results: Any) -
 def read(folder: str | disk.Path, made_by: str, *, verify: bool = True) -> dict[str, Any]:
     """Reads the manifest of a finished folder: {"identity": ..., "files": ..., "results": ..., "versions": ...}.
 
-    Args:
-        verify: compares the files that the manifest names with their digests.
-
-    Raises:
-        ManifestError: no manifest, the verb that makes it has not finished, or a file was altered since.
+    `verify` compares the files that it names with their digests. Raises ManifestError: no manifest, the verb that makes
+    it has not finished, or a file was altered since.
     """
     folder = disk.path_of(folder)
     path = folder / NAME
@@ -163,11 +149,7 @@ def _untimed(value: Any) -> Any:
 
 
 def load(path: disk.Path) -> dict[str, Any]:
-    """Reads a manifest, of finished work or unfinished.
-
-    Raises:
-        ManifestError: damaged, or made by a version of this package with another format.
-    """
+    """Reads a manifest, of finished work or unfinished. Raises ManifestError: damaged, or of another format."""
     try:
         manifest = disk.read_json(path)
     except disk.JsonError as error:

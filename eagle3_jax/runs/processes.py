@@ -1,9 +1,8 @@
 """Runs several processes as one: they join, process 0 writes and decides, all agree.
 
 On a slice of several TPU hosts every host runs the same command. Process 0 does the work that is done once, and sends
-the result, or the refusal, through JAX's coordination service. The service works before the devices are initialised,
-and a wait for a process that is gone ends with a sentence (see `watchdog`); collectives on devices (`multihost_utils`)
-do neither. A single process pays nothing: JAX is not even imported.
+the result, or the refusal, through JAX's coordination service: it works before the devices are initialised, and a wait
+for a process that is gone ends (see `watchdog`). A single process pays nothing: JAX is not even imported.
 """
 
 from __future__ import annotations
@@ -39,18 +38,13 @@ class Refused(ValueError):
 
 @dataclasses.dataclass
 class Run:
-    """This process among several.
+    """This process among several."""
 
-    Attributes:
-        client: client of the coordination service on process 0: keys with values, barriers, heartbeats.
-        members: the processes that `agree` and wait for each other now (see `among`); the first one decides.
-        numbers: members -> their calls so far; all members make the same calls in the same order.
-    """
-
-    client: Any
+    client: Any  # of the coordination service on process 0: keys with values, barriers, heartbeats
     index: int
     count: int
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # `agree` and wait for each other now (see `among`); the first one decides
+    # members -> their calls so far; all members make the same calls in the same order
     numbers: collections.Counter[tuple[int, ...]] = dataclasses.field(default_factory=collections.Counter)
 
     def next_key(self, kind: str) -> str:
@@ -59,22 +53,23 @@ class Run:
         return f"eagle3_jax/{'-'.join(map(str, self.members))}/{self.numbers[self.members]}/{kind}"
 
 
-_run: Run | None = None
+_ALONE = Run(None, 0, 1, (0,))
+_run = _ALONE
 
 
 def several() -> Run | None:
     """Returns this process among several; None where it is alone."""
-    return _run
+    return None if _run is _ALONE else _run
 
 
 def index() -> int:
     """Returns this process's number, from 0."""
-    return 0 if _run is None else _run.index
+    return _run.index
 
 
 def count() -> int:
     """Returns the number of processes."""
-    return 1 if _run is None else _run.count
+    return _run.count
 
 
 def say(text: str) -> None:
@@ -91,7 +86,7 @@ def agree(compute: Callable[[], Any]) -> Any:
 
     Raises Refused: `compute` raised a ValueError or an OSError. (Its own error on process 0.)
     """
-    if _run is None or len(_run.members) == 1:
+    if len(_run.members) == 1:
         return compute()
     key = _run.next_key("agreed")
     if _run.index == _run.members[0]:
@@ -111,13 +106,13 @@ def agree(compute: Callable[[], Any]) -> Any:
 
 def barrier() -> None:
     """Waits until all processes are here; files that any of them wrote before are on the shared disk then."""
-    if _run is not None:
+    if _run is not _ALONE:
         _run.client.wait_at_barrier(_run.next_key("barrier"), _FOREVER, list(_run.members))
 
 
 def gather(value: Any) -> list[Any]:
     """Collects a value of each process (JSON-ready, at most some MiB), in the processes' order, on all of them."""
-    if _run is None or len(_run.members) == 1:
+    if len(_run.members) == 1:
         return [value]
     key = _run.next_key("gathered")
     _run.client.key_value_set(f"{key}/{_run.index}", json.dumps(value))
@@ -125,13 +120,9 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_alike(own: dict[str, Any]) -> None:
-    """Checks that all processes have the values of process 0.
+    """Checks that all processes have the JSON-ready values of process 0.
 
-    Args:
-        own: JSON-ready values by name.
-
-    Raises:
-        ValueError: another one has not, on all processes; it names the host, the value and both.
+    Raises ValueError on all processes: it names the host, the value and both.
     """
     (leader, expected), *others = gather([socket.gethostname(), own])
     for number, (host, values) in enumerate(others, 1):
@@ -158,34 +149,26 @@ def total(own: dict[str, float]) -> dict[str, float]:
 
 def share(items: Sequence[Any]) -> Sequence[Any]:
     """Returns this process's share of the items, dealt over those that `gather` the results."""
-    if _run is None:
-        return items
     return items[_run.members.index(_run.index) :: len(_run.members)]
 
 
 @contextlib.contextmanager
 def among(members: Sequence[int]) -> Iterator[None]:
     """Opens a block in which these processes alone, this one among them, agree and wait for each other."""
-    if _run is None:
-        yield
-        return
     everyone, _run.members = _run.members, tuple(members)
     yield
     _run.members = everyone
 
 
-def start_distributed() -> bool:
+def start_distributed() -> None:
     """Joins the other processes, where there are any; call it before anything touches a device.
 
     On TPU pods and slices JAX finds the hosts itself. Elsewhere set JAX_COORDINATOR_ADDRESS (host:port of process 0)
     with JAX_NUM_PROCESSES and JAX_PROCESS_ID, unless a scheduler that JAX knows (Slurm, MPI) supplies the latter two.
-    Returns True when this process is one of several.
     """
     global _run
-    if _run is not None:
-        return True
-    if not _is_multi_host(os.environ):
-        return False
+    if _run is not _ALONE or not _is_multi_host(os.environ):
+        return
     import jax
     from jax._src import distributed  # the only way to the coordination service: Orbax takes it too
 
@@ -198,11 +181,9 @@ def start_distributed() -> bool:
             heartbeat_timeout_seconds=heartbeat_seconds(),
         )
     state = distributed.global_state
-    if state.num_processes == 1:
-        return False
-    _run = Run(state.client, state.process_id, state.num_processes, tuple(range(state.num_processes)))
-    barrier()
-    return True
+    if state.num_processes > 1:
+        _run = Run(state.client, state.process_id, state.num_processes, tuple(range(state.num_processes)))
+        barrier()
 
 
 def heartbeat_seconds() -> int:
@@ -210,8 +191,7 @@ def heartbeat_seconds() -> int:
 
     Raises ValueError: EAGLE3_JAX_HEARTBEAT_SECONDS is no whole number above 0.
     """
-    seconds = _number(HEARTBEAT)
-    if seconds == 0:
+    if (seconds := _number(HEARTBEAT)) == 0:
         raise ValueError(f"{HEARTBEAT}: got 0, expected at least 1")
     return _HEARTBEAT_SECONDS if seconds is None else seconds
 
@@ -219,7 +199,7 @@ def heartbeat_seconds() -> int:
 def leave() -> None:
     """Ends the connection once all work is done; process 0, which holds the service, is last."""
     global _run
-    if _run is None:
+    if _run is _ALONE:
         return
     import jax
 
@@ -228,7 +208,7 @@ def leave() -> None:
         while len(_run.client.get_live_nodes(list(range(_run.count)))) > 1 and time.monotonic() < until:
             time.sleep(0.1)
     jax.distributed.shutdown()
-    _run = None
+    _run = _ALONE
 
 
 def agree_to_stop(step: int, margin: int, asked: bool) -> bool:
@@ -237,9 +217,8 @@ def agree_to_stop(step: int, margin: int, asked: bool) -> bool:
     Args:
         step: rises by one from call to call, alike on all processes.
         margin: the most steps that one process is ahead of another.
-        asked: whether this process was asked to stop.
     """
-    if _run is None:
+    if _run is _ALONE:
         return asked
     if asked:
         with contextlib.suppress(Exception):  # another one was asked first
@@ -272,12 +251,9 @@ def _number(variable: str) -> int | None:
 def _is_multi_host(environment: Mapping[str, str]) -> bool:
     if environment.get("JAX_COORDINATOR_ADDRESS") or environment.get("MEGASCALE_COORDINATOR_ADDRESS"):
         return True
-    workers = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
-    if workers:
+    if workers := environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES"):
         return "," in workers
-    if "TPU_SKIP_MDS_QUERY" in environment or not machine.has_tpu():
-        return False
-    return "," in _worker_endpoints()
+    return "TPU_SKIP_MDS_QUERY" not in environment and machine.has_tpu() and "," in _worker_endpoints()
 
 
 def _worker_endpoints() -> str:

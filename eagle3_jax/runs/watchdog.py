@@ -1,8 +1,8 @@
 """Lets a run's processes watch each other: when one ends, all end, with its reason.
 
-A thread of each process watches the others through JAX's coordination service: a failing process leaves its reason
-there, a killed one misses its heartbeats. Process 0 holds that service. When it is killed, JAX mostly aborts the others
-first, with a stack trace; a child of each process then adds the sentence.
+A thread of each process watches JAX's coordination service: a failing process leaves its reason there, a killed one
+misses its heartbeats. When process 0, which holds it, is killed, JAX mostly aborts the others first; a child of each
+process then adds a sentence to the stack trace.
 """
 
 from __future__ import annotations

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 from jax.extend.core import jaxprs_in_params
 
-from eagle3_jax.runs.chips import TERAFLOPS
+from eagle3_jax.runs.machine import TERAFLOPS
 
 
 def products(jaxpr: Any) -> int:
     """Counts operations of all matrix products, over all devices; a multiply-add is two.
 
-    Loops count once per iteration, conditionals by their largest branch; Pallas kernels are excluded.
-
-    Raises:
-        ValueError: a loop of unknown length with products in it.
+    Loops count once per iteration, conditionals by their largest branch; Pallas kernels are excluded. Raises ValueError
+    for a loop of unknown length with products in it.
     """
     total = 0
     for equation in jaxpr.eqns:
@@ -38,21 +35,13 @@ def products(jaxpr: Any) -> int:
 
 
 def utilisation(operations: int, seconds: float, devices: list[Any]) -> dict[str, float]:
-    """Computes a run's use of its devices, for its metrics.
-
-    Args:
-        operations: operations of the programs that ran, on all devices together (see `products`).
-        seconds: their time.
+    """Computes a run's use of its devices by so many operations (see `products`) on all of them together.
 
     Returns:
         `teraflops`: 1e12 operations a second and device; `mfu`: the same as a share of the published bfloat16 rate, of
-        known chips (`runs.chips`); `device_gibibytes`: the most memory that any of this process's devices held so far,
-        where the backend counts it.
+        known chips (`runs.machine`).
     """
     found = {"teraflops": operations / seconds / len(devices) / 1e12}
     if (peak := TERAFLOPS.get(devices[0].device_kind)) is not None:
         found["mfu"] = found["teraflops"] / peak
-    held = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
-    if any(held):
-        found["device_gibibytes"] = max(held) / 2**30
     return found

@@ -7,16 +7,6 @@ import sys
 import pytest
 import tiny
 
-from eagle3_jax.runs import command
-
-
-def test_a_stop_is_no_success(capsys):
-    with pytest.raises(SystemExit) as ended, command.run("train"):
-        raise command.Stopped
-    assert ended.value.code == command.STOPPED == 75
-    assert "eagle3_jax.train: stopped by SIGTERM; run it again, and it goes on from here" in capsys.readouterr().err
-
-
 # A verb that is sent a signal while it loads, in its loop, or twice there.
 SIGNALLED = """
 import os, sys, time

@@ -10,6 +10,7 @@ from eagle3_jax.runs import environment
 
 # Set by tests/conftest.py, and by JAX at its import.
 _SET = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
+CUDA = {"JAX_PLATFORMS": "cuda"}
 
 
 def run(*words: str, **variables: str) -> str:
@@ -44,7 +45,9 @@ print(len(modules) > 150, {name: after.get(name) for name in before | after if b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["-m", "eagle3_jax.report"], ["-m", "eagle3_jax", "report"]])
+@pytest.mark.parametrize(
+    "words", [["-m", "eagle3_jax.report"], pytest.param(["-m", "eagle3_jax", "report"], marks=pytest.mark.long)]
+)
 def test_a_verb_sets_what_its_user_left_open(words, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os, sys\n"
@@ -70,47 +73,32 @@ def test_warnings_of_a_tpu_s_libraries_are_shown_on_its_host_alone(tpu, levels, 
     assert [os.environ[name] for name in names] == ["0", "0"], "its user's"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "platforms"),
-    [
-        ("", "cpu"),
-        ("environment.machine.has_tpu = lambda: True", "None"),
-        ("os.environ['JAX_PLATFORMS'] = 'cuda'", "cuda"),
-        ("environment.importlib.metadata.entry_points = lambda group: ['xla_cuda13']", "None"),
-    ],
+    ("own", "tpu", "plugins", "platforms"),
+    [({}, False, [], "cpu"), ({}, True, [], None), ({}, False, ["xla_cuda13"], None), (CUDA, False, [], "cuda")],
 )
-def test_libtpu_starts_only_where_a_tpu_could_be(change, platforms):
-    code = f"import os; from eagle3_jax.runs import environment\n{change}\nenvironment.prepare()\n"
-    assert run("-c", code + "import jax; print(jax.config.jax_platforms)") == f"{platforms}\n"
+def test_libtpu_starts_only_where_a_tpu_could_be(own, tpu, plugins, platforms, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(own))
+    monkeypatch.setattr(environment.machine, "has_tpu", lambda: tpu)
+    monkeypatch.setattr(environment.importlib.metadata, "entry_points", lambda group: plugins)
+    environment.prepare()
+    assert os.environ.get("JAX_PLATFORMS") == platforms
 
 
 @pytest.mark.slow
-def test_a_verb_prints_no_warnings_of_tpus_on_a_machine_without_one():
-    code = (
-        "from eagle3_jax.runs import environment; environment.prepare(); import jax; print(jax.devices()[0].platform)"
-    )
-    assert run("-c", code) == "cpu\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("imported", ["import transformers", "from transformers import AutoTokenizer"])
-def test_nobody_hears_that_there_is_no_pytorch(imported):
-    """A verb, in which Presidio imports transformers too; a program that loads a tokenizer."""
+def test_nobody_hears_that_there_is_no_pytorch():
+    """In a program that loads a tokenizer; a verb sets the same variable for good."""
     code = (
         "import importlib.util, os\nfind = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
         "from eagle3_jax.runs import environment\n"
+        "with environment.importing_transformers(): from transformers import AutoTokenizer\n"
     )
-    if imported == "import transformers":
-        run("-c", f"{code}environment.prepare()\n{imported}")
-    else:
-        code += f"with environment.importing_transformers(): {imported}\n"
-        assert run("-c", code + "print(os.environ.get('TRANSFORMERS_NO_ADVISORY_WARNINGS'))") == "None\n"
+    assert run("-c", code + "print(os.environ.get('TRANSFORMERS_NO_ADVISORY_WARNINGS'))") == "None\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "level"), [("", "3"), ("import jax", "1"), ("os.environ[L] = '0'", "0")])
+@pytest.mark.parametrize(("first", "level"), [("", "3"), ("import jax", "1")])
 def test_an_import_silences_xla_where_it_still_can(first, level):
     code = f"import os; L = 'TF_CPP_MIN_LOG_LEVEL'\n{first}\nimport eagle3_jax; print(os.environ[L])"
     assert run("-c", code) == f"{level}\n"

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
 import tiny
 
@@ -31,12 +30,6 @@ def test_several_hosts_are_recognised(monkeypatch, environment, tpu, endpoints, 
     monkeypatch.setattr(machine, "has_tpu", lambda: tpu)
     monkeypatch.setattr(processes, "_worker_endpoints", lambda: endpoints)
     assert processes._is_multi_host(environment) is several
-
-
-def test_a_single_host_starts_alone(monkeypatch):
-    monkeypatch.setattr(processes, "_is_multi_host", lambda environment: False)
-    assert processes.start_distributed() is False
-    assert not jax.distributed.is_initialized()
 
 
 def test_a_single_process_has_all_of_it_for_nothing():
@@ -84,12 +77,6 @@ with command.run("train"):
         disk.digest = lambda path: read.append(path.name) or digest(path)
         target = TargetConfig(name=sys.argv[2], aux_layers=(1, 2, 3))
         print("target", fetch.load_target(target, only=()).identity["weights"], read, flush=True)
-    elif case == "still":
-        for _ in range(60):
-            multihost_utils.process_allgather(np.ones(3))
-            time.sleep(1)
-    elif case == "refused":
-        processes.agree(lambda: [][1:] or int("seven"))
     elif case == "disk full":
         if me == 1:
             raise OSError(28, "No space left on device", "runs/a/shard")
@@ -115,18 +102,6 @@ with command.run("train"):
             multihost_utils.process_allgather(np.ones(3))
     print("ended", flush=True)
 """
-
-
-@pytest.mark.long
-def test_a_process_that_stands_still_for_half_a_minute_ends_nothing():
-    """As a host that is migrated; with the default heartbeat."""
-    started = tiny.start_processes(2, ["-c", PROGRAM, "still"], EAGLE3_JAX_HEARTBEAT_SECONDS="100")
-    time.sleep(20)
-    started[1].send_signal(signal.SIGSTOP)
-    time.sleep(30)
-    started[1].send_signal(signal.SIGCONT)
-    for status, output in tiny.end_processes(started, 200):
-        assert status == 0 and "ended" in output, output
 
 
 def test_the_heartbeat_is_a_number_of_seconds(monkeypatch):
@@ -168,39 +143,20 @@ def test_each_process_reads_its_share_of_the_weights(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "statuses", "sentences"),
+    ("case", "expected", "sentence"),
     [
-        pytest.param(
-            "refused",
-            [1],
-            ["eagle3_jax.train: invalid literal for int() with base 10: 'seven'"],
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "disk full", [1], ["eagle3_jax.train: runs/a/shard: No space left on device"], marks=pytest.mark.long
-        ),
-        pytest.param("bug", [1], ["KeyError: 'of nobody'"], marks=pytest.mark.long),
-        ("stopped", [75], ["eagle3_jax.train: stopped by SIGTERM; run it again, and it goes on from here"]),
+        pytest.param("disk full", 1, "eagle3_jax.train: runs/a/shard: No space left on device", marks=pytest.mark.long),
+        pytest.param("bug", 1, "KeyError: 'of nobody'", marks=pytest.mark.long),
+        ("stopped", 75, "eagle3_jax.train: stopped by SIGTERM; run it again, and it goes on from here"),
     ],
 )
-def test_what_ends_one_process_ends_all_with_its_sentence(case, statuses, sentences):
+def test_what_ends_one_process_ends_all_with_its_sentence(case, expected, sentence):
     for status, output in run(case):
-        assert status in statuses, output
-        assert "ended\n" not in output.splitlines()
-        for sentence in sentences:
-            assert sentence in output
+        assert status == expected and sentence in output and "ended\n" not in output, output
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("victim", "where"),
-    [
-        (0, "collective"),
-        pytest.param(1, "barrier", marks=pytest.mark.long),
-        pytest.param(0, "barrier", marks=pytest.mark.long),
-        pytest.param(1, "collective", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("victim", "where"), [(0, "collective"), (1, "barrier"), (0, "barrier"), (1, "collective")])
 def test_a_killed_process_is_missed(victim, where):
     start = time.monotonic()
     ends = run(f"{victim} {where}")

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from eagle3_jax.runs.chips import RING_GIGABYTES, TERAFLOPS
+from eagle3_jax.runs.machine import RING_GIGABYTES, TERAFLOPS
 
 # libtpu's settings without a TPU and with several compiling processes, to be set before JAX is imported.
 ENVIRONMENT = {

@@ -1,6 +1,5 @@
 """Cloud Storage by address (`gs://bucket/path`): paths, whole objects, ranges of them, leases and logs.
 
-`disk` offers the same functions for a local folder. Each of three clients has one strength: `etils.epath` gives paths,
-which Orbax takes too; google-cloud-storage writes an object under a generation precondition; TensorStore reads ranges
-from many threads at once. Cloud Storage lists and reads the newest writes, so nothing is cached.
+Each of three clients has one strength: `etils.epath` gives paths, which Orbax takes too; google-cloud-storage writes an
+object under a generation precondition; TensorStore reads ranges from many threads at once.
 """

@@ -27,6 +27,7 @@ from eagle3_jax.runs.bucket.clients import Path
 ABSENT: Final = 0  # the generation of an object that does not exist
 _PIECE: Final = 32 << 20  # bytes of one ranged read of a whole object
 _AT_ONCE: Final = 4  # such reads on their way
+_BUFFER: Final = 8 << 20  # bytes of one ranged read of a file that is open
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _TIMEOUT: Final = 20.0  # seconds for the answer to a first request
 
@@ -42,8 +43,7 @@ class Conflict(BucketError):
 def check(address: str, *, writable: bool) -> None:
     """Checks that the bucket of an address exists and, with `writable`, takes an object below the address.
 
-    Raises:
-        ValueError: "got ..., expected ...", without the field's name.
+    Raises ValueError: "got ..., expected ...", without the field's name.
     """
     bucket, _ = clients.split(address)
     if not _BUCKET.fullmatch(bucket):
@@ -90,12 +90,12 @@ def _blob(path: Path) -> Any:
 
 @contextlib.contextmanager
 def answered(path: Path) -> Iterator[None]:
-    """Turns errors of google-cloud-storage, and TensorStore's ValueError, into BucketError."""
+    """Turns errors of google-cloud-storage, and TensorStore's own, into BucketError."""
     from google.api_core import exceptions
 
     try:
         yield
-    except (exceptions.GoogleAPICallError, exceptions.RetryError, OSError, ValueError) as error:
+    except (exceptions.GoogleAPICallError, exceptions.RetryError, OSError, ValueError, RuntimeError) as error:
         raise BucketError(f"{path}: {clients.reason(error)}") from error
 
 
@@ -110,13 +110,9 @@ def size(path: Path) -> int:
 def put(path: Path, content: bytes | pathlib.Path, expected: int, timeout: float = 60.0, retry: bool = True) -> int:
     """Writes an object, from memory or a local file, in the place of generation `expected`; returns the new generation.
 
-    Args:
-        timeout: seconds of each request.
-        retry: asks again for about two minutes without an answer.
+    Each request has `timeout` seconds; `retry` asks again for about two minutes without an answer.
 
-    Raises:
-        Conflict: another generation is there.
-        BucketError: not written.
+    Raises Conflict: another generation is there; BucketError: not written.
     """
     from google.api_core import exceptions
 
@@ -180,44 +176,26 @@ def pieces(path: Path, start: int = 0, stop: int | None = None) -> Iterator[byte
 
 
 def _result(path: Path, asked: Any) -> bytes:
-    try:
+    with answered(path):
         found = asked.result()
-    except (ValueError, RuntimeError) as error:
-        raise BucketError(f"{path}: not read ({clients.reason(error)})") from error
     if found.state == "missing":
         raise FileNotFoundError(2, "No such object", str(path))
     return found.value
 
 
-class Ranges(io.RawIOBase):
-    """An object as a binary file that is read by ranges."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._size, self._at = path, size(path), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self._size)
-        if stop <= self._at:
-            return 0
-        part = read(self._path, self._at, stop)
-        buffer[: len(part)] = part
-        self._at = stop
-        return len(part)
-
-
 def open_binary(path: Path) -> io.BufferedReader:
-    """Opens an object to be read. Raises FileNotFoundError."""
-    return io.BufferedReader(Ranges(path), buffer_size=8 << 20)
+    """Opens an object to be read by ranges. Raises FileNotFoundError, and BucketError when it is read."""
+    from google.cloud.storage.fileio import BlobReader
+
+    class Reader(BlobReader):
+        def read(self, size: int | None = -1) -> bytes:
+            with answered(path):
+                return super().read(size)
+
+    if (found := _blob(path)) is None:
+        raise FileNotFoundError(2, "No such object", str(path))
+    stream: Any = Reader(found, _BUFFER)
+    return io.BufferedReader(stream, _BUFFER)
 
 
 def remove(path: Path) -> None:
@@ -249,14 +227,10 @@ def _below(name: str) -> Any:
 
 @contextlib.contextmanager
 def staged(path: Path, last: str) -> Iterator[pathlib.Path]:
-    """Yields a local path for a file or a folder, and uploads it on success.
+    """Yields a local path for a file or a folder, and uploads it on success; raises as `put` does.
 
     An object replaces the generation of the beginning. File `last` of a folder is uploaded last and must be new: it
     marks the folder as complete.
-
-    Raises:
-        Conflict: another writer was first.
-        BucketError: not written.
     """
     before = generation(path)
     with tempfile.TemporaryDirectory(prefix="eagle3_jax-") as scratch:
@@ -274,8 +248,7 @@ def staged(path: Path, last: str) -> Iterator[pathlib.Path]:
 def mirror(folder: Path, without: str) -> pathlib.Path:
     """Copies the objects directly below a folder to a local one, which this process removes at its end.
 
-    Args:
-        without: the ending of objects that are not copied.
+    Objects whose name ends with `without` are not copied.
     """
     bucket, name = clients.split(folder)
     with answered(folder):

@@ -22,7 +22,6 @@ ROOT = pathlib.Path(__file__).parents[3]
     [
         ("gs://no-such-bucket/run", "run_dir: got 'gs://no-such-bucket/run', expected a bucket that exists"),
         ("gs://", "run_dir: got 'gs://', expected gs://BUCKET/FOLDER"),
-        ("gs://bucket/run [x]", r"run_dir: got gs://bucket/run \[x\], expected a path without \["),
         ("gs://bucket/run#1", r"run_dir: got gs://bucket/run#1, expected a path without #"),
         ("runs/a*?\\b", r"run_dir: got .*/runs/a\*\?\\b, expected a path without \* \? \\"),
         ("gs://UPPER/run", "run_dir: got 'gs://UPPER/run', expected gs://BUCKET/FOLDER"),
@@ -55,28 +54,26 @@ class _Forbids(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def checked(environment: dict[str, str]) -> str:
+    """What a process of its own is told of a bucket."""
+    code = "from eagle3_jax.runs import disk; disk.check_address('run_dir', 'gs://bucket/run')"
+    environment = environment | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment).stderr
+
+
 def test_a_bucket_that_may_not_be_written():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Forbids) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        code = "from eagle3_jax.runs import disk; disk.check_address('run_dir', 'gs://bucket/run')"
-        found = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-            env=os.environ | {"PYTHONPATH": str(ROOT), clients.EMULATOR: f"http://127.0.0.1:{server.server_port}"},
-        )
+        said = checked(os.environ | {clients.EMULATOR: f"http://127.0.0.1:{server.server_port}"})
         server.shutdown()
     expected = "AddressError: run_dir: got 'gs://bucket/run', expected a bucket that may be written with EAGLE3_JAX_C"
-    assert expected in found.stderr
-    assert "storage.objects.create denied" in found.stderr
+    assert expected in said and "storage.objects.create denied" in said
 
 
 @pytest.mark.slow
 def test_credentials_are_the_users_own_and_no_network_is_asked(tmp_path):
     """Without an emulator and without a file of credentials: refused at once, by name."""
-    code = "from eagle3_jax.runs import disk; disk.check_address('run_dir', 'gs://bucket/run')"
     environment = {
         name: value for name, value in os.environ.items() if "GOOGLE" not in name and name != clients.EMULATOR
     }
@@ -85,13 +82,5 @@ def test_credentials_are_the_users_own_and_no_network_is_asked(tmp_path):
         ("everyone", f"{clients.CREDENTIALS}: got 'everyone', expected one of user, machine, anonymous"),
     ):
         start = time.monotonic()
-        found = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-            env=environment | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), clients.CREDENTIALS: kind},
-        )
-        assert message in found.stderr, found.stderr
+        assert message in checked(environment | {"HOME": str(tmp_path), clients.CREDENTIALS: kind})
         assert time.monotonic() - start < 20

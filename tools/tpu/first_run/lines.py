@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from eagle3_jax.runs.chips import TERAFLOPS
+from eagle3_jax.runs.machine import TERAFLOPS
 from tpu.topology import CHIPS, Chip
 
 OK, WRONG, SLOW, SKIPPED = "ok", "WRONG", "slow", "skipped"
