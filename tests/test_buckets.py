@@ -50,7 +50,7 @@ def finish(verb: str, config: pathlib.Path, run: str) -> str:
 
 def untimed(value):
     """Without what a clock said."""
-    clocks = ("seconds", "tokens_per_second", "data_wait", "read_gigabytes_per_second", "teraflops", "mfu")
+    clocks = ("seconds", "tokens_per_second", "data_wait", "teraflops", "mfu")
     if isinstance(value, dict):
         return {key: untimed(item) for key, item in value.items() if key not in clocks}
     return [untimed(item) for item in value] if isinstance(value, list) else value

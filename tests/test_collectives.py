@@ -86,7 +86,7 @@ OTHERS |= {("v6e:8x8", 8, "dflash2"): (13, 12, 4)}
     ("topology", "model", "kind", "program"),
     [
         ("v6e:2x4", 2, "eagle3", "states"),
-        ("v6e:2x4", 2, "eagle3", "step"),
+        pytest.param("v6e:2x4", 2, "eagle3", "step", marks=pytest.mark.smoke),
         *[
             rarely(topology, model, kind, program)
             for topology, model in PODS

@@ -10,7 +10,7 @@ import yaml
 from eagle3_jax.config import RunConfig, flags, run_file
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.families.gemma3 import Gemma3Config
-from eagle3_jax.training.kinds.choice import kind_of
+from eagle3_jax.training.kinds.kind import kind_of
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 TARGETS = sorted(path.parent.name for path in CONFIGS.glob("targets/*/config.json"))

@@ -22,7 +22,7 @@ from eagle3_jax import mesh
 from eagle3_jax.config.kinds import KINDS
 from eagle3_jax.formats import kinds
 from eagle3_jax.models import layers
-from eagle3_jax.training.kinds import choice
+from eagle3_jax.training.kinds.kind import named
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -67,7 +67,7 @@ def test_only_models_and_formats_tell_heads_apart():
 
 def test_every_kind_of_head_has_its_record_and_its_training():
     for name, row in KINDS.items():
-        trained = choice.named(name)
+        trained = named(name)
         assert kinds.named(name).name == name and (trained is None) == (row.training is None)
         assert trained is None or trained.name == name
 

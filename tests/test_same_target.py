@@ -31,7 +31,7 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import disk, manifest
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.training.checkpoint import Checkpoints
-from eagle3_jax.training.kinds.choice import kind_of
+from eagle3_jax.training.kinds.kind import kind_of
 from eagle3_jax.training.state import TrainState
 
 OTHERS = {"weights": "0" * 64, "tokenizer": "1" * 64, "chat_template": "2" * 64, "aux_layers": [1, 2]}

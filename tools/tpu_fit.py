@@ -70,7 +70,7 @@ from eagle3_jax.sequence import Split
 from eagle3_jax.train.__main__ import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.fsdp import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
-from eagle3_jax.training.kinds.choice import kind_of
+from eagle3_jax.training.kinds.kind import kind_of
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import TrainState, init_state, make_train_step
 
@@ -195,7 +195,7 @@ def decoding(
         learned: newest tokens of a request that a live head learns from.
         beside: tier of another engine of the same target and sizes, whose state is on the devices too.
     """
-    mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
+    mesh = replicas(make_mesh(config.mesh, devices))[0].rows[0]
     head = drafting_head(config, shape) if tier.head else None
     draft = None
     if head is not None:

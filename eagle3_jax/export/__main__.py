@@ -50,7 +50,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         DraftFormatError: the form cannot represent the head, or the files read back differ.
     """
     from eagle3_jax.training.checkpoint import load_head  # needs the extra `train`, which the other uses do not
-    from eagle3_jax.training.kinds.choice import kind_of
+    from eagle3_jax.training.kinds.kind import kind_of
 
     folder, checkpoints = config.folder("export"), config.folder("train")
     trained, step, checksums, token_ids = _chosen(checkpoints)

@@ -94,9 +94,9 @@ def _card(
     )
     trees = [way["tree"] for way in _of_heads(report).values() if isinstance(way["tree"], dict)]
     steps = block or max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # chains
-    from eagle3_jax.training.kinds import choice  # needs the extra `train`, which `export --from` does not
+    from eagle3_jax.training.kinds.kind import named  # needs the extra `train`, which `export --from` does not
 
-    training = choice.named(kind.name)
+    training = named(kind.name)
     settings = (*_TRAINING, *(training.settings if training else ()))
     asked, held_out = report["prompts_file"], prepared["files"]["held_out.jsonl"]
     others = f"Prompts of {asked['name']} (sha256 `{asked['sha256']}`)"

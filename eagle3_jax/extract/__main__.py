@@ -32,7 +32,7 @@ from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.inference_layout import for_many_rows
 from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
-from eagle3_jax.training.kinds.choice import kind_of
+from eagle3_jax.training.kinds.kind import kind_of
 
 REJECTS = "rejects.jsonl"
 # Conversations sampled from a split to estimate the size of the features and to choose padded lengths.

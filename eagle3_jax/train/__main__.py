@@ -1,8 +1,7 @@
 """features -> a trained draft head.
 
-`python -m eagle3_jax.train --config configs/quickstart.yaml` trains the head with the training-time test on the files
-of `extract`. Online, the target computes its states of each batch before the step, and they never leave the devices.
-Killed and run again, training goes on from its last checkpoint as if it had never stopped.
+Online, the target computes its states of each batch before the step, and they never leave the devices. Killed and run
+again, training goes on from its last checkpoint as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from eagle3_jax.config import RunConfig, run_file
@@ -38,40 +38,25 @@ from eagle3_jax.sequence import Split
 from eagle3_jax.train.in_engine import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
-from eagle3_jax.training.kinds.choice import kind_of
-from eagle3_jax.training.kinds.kind import Kind
+from eagle3_jax.training.kinds.kind import Kind, kind_of
 from eagle3_jax.training.metrics import MetricWriter, NotFinite, import_wandb, summarise
 from eagle3_jax.training.operations import products, utilisation
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
 from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
 
-# Options of watching a run, without effect on its result. They may change when it is resumed (decode_every to another
-# number).
-_WATCHING = (
-    "log_every",
-    "eval_every",
-    "eval_batches",
-    "checkpoint_every",
-    "remat",
-    "decode_every",
-    "mesh",
-    "sequence",
-    "accumulate",
-    "wandb",
-)
+# Options without effect on a run's result. They may change when it is resumed (decode_every to another number).
+_WATCHING = ("log_every", "eval_every", "eval_batches", "checkpoint_every", "decode_every", "wandb")
+_PLACING = ("mesh", "sequence", "accumulate", "remat")
 KEPT_CHECKPOINTS = 2  # the newest, beside the best
 # Steps that may be on their way to the device; each holds its batch.
 IN_FLIGHT = 2
 
 
 def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
-    """Trains `config`'s draft head into its checkpoints folder.
+    """Trains `config`'s draft head into its checkpoints folder. Returns the results, as in the manifest.
 
     Args:
         target: an already loaded target; None loads the parts of `config.target` that training needs.
-
-    Returns:
-        The results, as in the manifest.
 
     Raises:
         ManifestError: unfinished features, features of another target, a folder of other work, or no held-out prompts
@@ -106,20 +91,18 @@ def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
         "features": manifest.fingerprint(made_from),
         "target": target.identity,
         "draft": run_file.to_dict(config.draft),
-        "train": {name: x for name, x in run_file.to_dict(run).items() if name not in (*_WATCHING, "features")},
+        "train": {n: x for n, x in run_file.to_dict(run).items() if n not in (*_WATCHING, *_PLACING, "features")},
         "online": online,
         "seed": config.seed,
     }
     if run.decode_every is not None:
         identity["served_prompts"] = disk.digest(held_out_prompts(config))
     warm = None
-    if run.warm_start is not None and in_target(run.warm_start):
-        warm = kind.warm(run.warm_start, target)
-        identity["warm_start"] = run.warm_start
-    elif run.warm_start is not None:
-        head = draft_models.resolve(run.warm_start, "train.warm_start", "the folder of a head")
+    if (head := run.warm_start) is not None:
+        named = in_target(head)
+        head = head if named else draft_models.resolve(head, "train.warm_start", "the folder of a head")
         warm = kind.warm(head, target)
-        identity["warm_start"] = files.file_digests(head)
+        identity["warm_start"] = head if named else files.file_digests(head)
     other = "run_dir"
     if not disk.is_remote(features):
         other += f"; its features may be a link to these: ln -s {features.resolve()} RUN_DIR/features"
@@ -130,30 +113,19 @@ def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
         return _train(config, target, kind, mesh, warm)
 
 
-def _train(
-    config: RunConfig,
-    target: Target,
-    kind: Kind,
-    mesh: jax.sharding.Mesh,
-    warm: Draft | None,
-) -> dict[str, Any]:
+def _train(config: RunConfig, target: Target, kind: Kind, mesh: Mesh, warm: Draft | None) -> dict[str, Any]:
     run, features, folder = config.train, config.folder("extract"), config.folder("train")
     token_ids = kind.vocabulary(vocab.load(features)) if warm is None else np.asarray(warm.token_ids)
     processes.agree(lambda: vocab.save(folder, token_ids))
 
     # ---------------------------------------------------------------------------------------------------------- data
-    rows = PackedRows(
-        FeatureSource(features / "train"),
-        run.row_length,
-        multiple=run.batch_size,
-        seed=config.seed,
-        epochs=run.epochs,
-        max_rows=None if run.max_steps is None else run.max_steps * run.batch_size,
-        states=run.features == "stored",
-    )
+    packing: Any = {"multiple": run.batch_size, "seed": config.seed, "states": run.features == "stored"}
+    most = None if run.max_steps is None else run.max_steps * run.batch_size
+    rows = PackedRows(FeatureSource(features / "train"), run.row_length, epochs=run.epochs, max_rows=most, **packing)
     total = len(rows) // run.batch_size
     kind = dataclasses.replace(kind, total_steps=total)
-    held_out = _held_out_rows(config)
+    source, most = FeatureSource(features / "held_out"), run.eval_batches * run.batch_size
+    held_out = PackedRows(source, run.row_length, max_rows=most, **packing) if len(source) else None
     split = Split.of(mesh, run.sequence)
     feed = Feed(mesh, run.batch_size, split)
 
@@ -225,7 +197,7 @@ def _train(
                 part = next(parts)
                 waited = time.monotonic() - asked
                 state, sums = compiled(state, teacher, place(part, step - 1))
-                pending.append(_Pending(sums, waited, sum(x.nbytes for x in part.values())))
+                pending.append(_Pending(sums, waited))
                 if len(pending) > IN_FLIGHT:
                     jax.block_until_ready(pending[-1 - IN_FLIGHT].sums)
                 progress.update()
@@ -237,11 +209,9 @@ def _train(
                 # steps: their rows come IN_FLIGHT steps later.
                 all_are_due = evaluates or saves
                 first, ready = step - len(pending), step if all_are_due else step - IN_FLIGHT
-                ends = [
-                    end
-                    for end in range(first + 1, ready + 1)
-                    if end % run.log_every == 0 or (all_are_due and end == step)
-                ]
+                ends = [end for end in range(first + 1, ready + 1) if end % run.log_every == 0]
+                if all_are_due and step not in ends:
+                    ends.append(step)
                 if ends:
                     jax.block_until_ready([one.sums for one in pending[: ends[-1] - first]])
                     step_seconds, last = (time.monotonic() - last) / (ends[-1] - first), time.monotonic()
@@ -250,7 +220,10 @@ def _train(
                     of_row, pending = pending[:count], pending[count:]
                     found = _summarise([one.sums for one in of_row], rows, run.batch_size, first, "train")
                     if not done and not summary and not found["positions"]:
-                        raise ValueError(_nothing_to_train_on(config, end))
+                        why = f", or the target's best token is never among the {config.draft.vocab_size} of the draft "
+                        why = f"{why}vocabulary (train.argmax_mask)" * run.argmax_mask
+                        said = f"train, the first {end} batches: got no position that trains, expected some; no answer"
+                        raise ValueError(f"{said} has a token that the loss mask counts{why}")
                     summary, first, passed = found, end, count * step_seconds
                     tokens, seconds = tokens + summary["tokens"], seconds + passed
                     rate = summary["tokens"] / passed
@@ -259,7 +232,6 @@ def _train(
                         "learning_rate": float(np.asarray(schedule(end - 1))),
                         "tokens_per_second": rate,
                         "data_wait": sum(one.waited for one in of_row) / passed,
-                        "read_gigabytes_per_second": sum(one.read for one in of_row) / passed / 1e9,
                         **used,
                     }
                     writer.write(end, "train", summary)
@@ -298,22 +270,19 @@ def _train(
 
 
 class _Pending(NamedTuple):
-    """A step without a row: its sums, the seconds that it waited for data, and the bytes that it read."""
+    """A step without a row: its sums, and the seconds that it waited for data."""
 
     sums: dict[str, Any]
     waited: float
-    read: int
 
 
 class _Observer:
     """Computes the target's states of placed rows, as fields of `Batch`: dispatched, not awaited.
 
-    Args:
-        model: the target; None where the rows hold the states already.
-        split: how rows are cut over the mesh.
+    Without a model the rows hold the states already.
     """
 
-    def __init__(self, model: TargetModel | None, mesh: jax.sharding.Mesh, split: Split) -> None:
+    def __init__(self, model: TargetModel | None, mesh: Mesh, split: Split) -> None:
         self._model, self._mesh, self._split = None if model is None else for_many_rows(model), mesh, split
 
     def __call__(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -333,44 +302,14 @@ class _Observer:
             return products(traced.jaxpr.jaxpr)
 
 
-def _held_out_rows(config: RunConfig) -> PackedRows | None:
-    """Loads the held-out rows that every evaluation reads; None where there are no held-out records."""
-    source = FeatureSource(config.folder("extract") / "held_out")
-    if not len(source):
-        return None
-    run = config.train
-    return PackedRows(
-        source,
-        run.row_length,
-        multiple=run.batch_size,
-        seed=config.seed,
-        max_rows=run.eval_batches * run.batch_size,
-        states=run.features == "stored",
-    )
-
-
 def _stop_asked(step: int) -> bool:
     """Decides, alike on all processes, whether to save and stop after this step."""
     # A process waits for a step that all began, so none is more than IN_FLIGHT steps ahead of another.
     return processes.agree_to_stop(step, IN_FLIGHT + 1, command.stop_asked())
 
 
-def _nothing_to_train_on(config: RunConfig, batches: int) -> str:
-    reason = "no answer has a token that the loss mask counts"
-    if config.train.argmax_mask:
-        reason += f", or the target's best token is never among the {config.draft.vocab_size} of the draft vocabulary"
-        reason += " (train.argmax_mask)"
-    return f"train, the first {batches} batches: got no position that trains, expected some; {reason}"
-
-
-def _summarise(
-    sums: Sequence[dict[str, Any]], rows: PackedRows, batch_size: int, first: int, split: str
-) -> dict[str, Any]:
-    """Applies `summarise` to the batches from index `first` on.
-
-    Raises:
-        ValueError: NaN or infinity; names the batch and its records.
-    """
+def _summarise(sums: list[Any], rows: PackedRows, batch_size: int, first: int, split: str) -> dict[str, Any]:
+    """Applies `summarise` to the batches from index `first` on. Raises ValueError: NaN; names the batch's records."""
     try:
         return summarise(sums)
     except NotFinite as error:

@@ -40,12 +40,10 @@ class Served:
     """Engines that draft with one head after the other; the rows of the mesh share the prompts, an engine each.
 
     Args:
-        kind: the head's kind.
         head: the head to compile for.
         token_ids: the draft vocabulary, int32 [Vd].
 
-    Raises:
-        ValueError: no held-out prompt is short enough.
+    Raises ValueError: no held-out prompt is short enough.
     """
 
     def __init__(self, config: RunConfig, kind: Kind, head: Any, token_ids: np.ndarray) -> None:

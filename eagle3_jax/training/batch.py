@@ -24,42 +24,28 @@ TEACHER_SHARDING_RULES = ((r"embed|rows", P("model", None)),)
 class Batch:
     """Packed rows of T tokens with several documents each; or pieces of such rows, as `split` says.
 
-    Attributes:
-        token_ids: int [B, T].
-        aux: float [B, T, n_aux * H], the target's aux hidden states, concatenated in ascending order of boundary; or
-            an `Fp8`, which the step decodes.
-        last_hidden: float [B, T, H], the target's last hidden state after its final norm; or an `Fp8`.
-        argmax: int [B, T], the target's most probable next token at each position.
-        loss_mask: int [B, T], nonzero where a token was written by the assistant.
-        segment_ids: int [B, T], 1, 2, ... for the documents of a row, 0 for padding.
-        positions: int [B, T], position in the document.
-        split: how rows are cut into pieces.
+    `aux` are the target's aux hidden states, concatenated in ascending order of boundary; they and `last_hidden`, the
+    last hidden state after the final norm, may be an `Fp8`, which the step decodes.
     """
 
-    token_ids: Leaf
-    aux: Leaf
-    last_hidden: Leaf
-    argmax: Leaf
-    loss_mask: Leaf
-    segment_ids: Leaf
-    positions: Leaf
+    token_ids: Leaf  # int [B, T]
+    aux: Leaf  # float [B, T, n_aux * H]
+    last_hidden: Leaf  # float [B, T, H]
+    argmax: Leaf  # int [B, T], the target's most probable next token at each position
+    loss_mask: Leaf  # int [B, T], nonzero where a token was written by the assistant
+    segment_ids: Leaf  # int [B, T], 1, 2, ... for the documents of a row, 0 for padding
+    positions: Leaf  # int [B, T], position in the document
     split: Split = dataclasses.field(default=Split(), metadata={"static": True}, kw_only=True)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """The target's frozen parts that training reads, outside the optimizer.
+    """The target's frozen parts that training reads, outside the optimizer."""
 
-    Attributes:
-        embed: float [V, H], the embedding table, one row per target token.
-        rows: float [draft vocabulary, H], rows of the target's LM head at the draft vocabulary, in draft order.
-        draft_ids: int32 [V], the draft token of each target token, -1 outside the draft vocabulary.
-    """
-
-    embed: Leaf
-    rows: Leaf
-    draft_ids: Leaf
+    embed: Leaf  # float [V, H], the embedding table, one row per target token
+    rows: Leaf  # float [draft vocabulary, H], rows of the target's LM head at the draft vocabulary, in draft order
+    draft_ids: Leaf  # int32 [V], the draft token of each target token, -1 outside the draft vocabulary
 
     @classmethod
     def of(cls, embed: Float[Array, "v h"], output_rows: Float[Array, "v h"], token_ids: Int[Array, " dv"]) -> Teacher:

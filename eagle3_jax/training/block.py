@@ -30,8 +30,7 @@ class BlockLossConfig:
     """Options of the block losses.
 
     Attributes:
-        weights: weights of the drafts in a block: "d-pace" (arXiv 2605.18810), the probability that a draft is reached,
-            or "decay", exp(-(d - 1) / decay).
+        weights: "d-pace" (arXiv 2605.18810), the probability to reach a draft, or "decay", exp(-(d - 1) / decay).
         alpha: for D-PACE: a draft of probability q counts as (1 - alpha) q + alpha.
         soft: DFlash's cross entropy uses the target's distribution, not its best token.
         on_path: drafts after a token that is not the target's best are masked: greedy decoding leaves the text there.
@@ -51,17 +50,11 @@ class BlockLossConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Anchors:
-    """Blocks of packed rows.
+    """Blocks of packed rows."""
 
-    Attributes:
-        at: int32 [B, A], positions in the row, ascending.
-        first: int32 [B, A], start of the anchor's document.
-        valid: bool [B, A]; false for padding.
-    """
-
-    at: Any
-    first: Any
-    valid: Any
+    at: Any  # int32 [B, A], positions in the row, ascending
+    first: Any  # int32 [B, A], start of the anchor's document
+    valid: Any  # bool [B, A], false for padding
 
 
 def draw_anchors(key: Array, batch: Batch, count: int) -> Anchors:
@@ -92,9 +85,7 @@ def d_pace(
 ) -> Float[Array, "*batch d"]:
     """Weighs the drafts of a block by D-PACE: the sum over drafts from d on of the probability to reach them.
 
-    Args:
-        probabilities: probabilities of the labels.
-        mask: true for trained drafts.
+    `probabilities` are those of the labels; `mask` is true for trained drafts.
     """
     reached = jnp.cumprod(jnp.where(mask, (1 - alpha) * probabilities + alpha, 1.0), axis=-1)
     remaining = jnp.flip(jnp.cumsum(jnp.flip(jnp.where(mask, reached, 0.0), -1), axis=-1), -1)
@@ -102,11 +93,7 @@ def d_pace(
 
 
 def block_loss(
-    head: DFlash,
-    teacher: Teacher,
-    batch: Batch,
-    anchors: Anchors,
-    config: BlockLossConfig,
+    head: DFlash, teacher: Teacher, batch: Batch, anchors: Anchors, config: BlockLossConfig
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Computes the loss for the kind of head.
 
@@ -154,19 +141,12 @@ def _own_sums(head: DFlash, rows: tuple[Batch, Anchors], teacher: Teacher, confi
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Drafts:
-    """Labels of the blocks, each [B, A, drafts].
+    """Labels of the blocks, each [B, A, drafts]."""
 
-    Attributes:
-        hidden: the target's last hidden state that predicts the draft.
-        labels: the target's best token, a draft id.
-        before: the text's preceding token.
-        mask: whether the draft is trained.
-    """
-
-    hidden: Any
-    labels: Any
-    before: Any
-    mask: Any
+    hidden: Any  # the target's last hidden state that predicts the draft
+    labels: Any  # the target's best token, a draft id
+    before: Any  # the text's preceding token
+    mask: Any  # whether the draft is trained
 
     @classmethod
     def of(cls, batch: Batch, teacher: Teacher, anchors: Anchors, count: int, on_path: bool) -> _Drafts:
@@ -190,12 +170,7 @@ class _Drafts:
 
 
 def _sums(
-    head: Any,
-    rows: Array,
-    teacher: Teacher,
-    states: Array,
-    drafts: _Drafts,
-    config: BlockLossConfig,
+    head: Any, rows: Array, teacher: Teacher, states: Array, drafts: _Drafts, config: BlockLossConfig
 ) -> dict[str, Array]:
     """Sums over n blocks, states [n, drafts, H]; the loss is `weighted` / `divisor`."""
     raw = _logits(states, rows)
@@ -210,17 +185,20 @@ def _sums(
     def weighed(x: Array) -> Array:
         return jnp.sum(jnp.where(mask, weights * x, 0.0))
 
+    def wanted() -> Array:  # the target's distribution over the draft vocabulary
+        return jax.nn.softmax(_logits(drafts.hidden.astype(states.dtype), jax.lax.stop_gradient(teacher.rows)))
+
     divisor = jnp.sum(mask, dtype=jnp.float32)
     if head.corrector == "markov":
-        drafted, wanted = jax.nn.softmax(logits), _teacher(drafts, teacher, states.dtype)
-        distance = jnp.sum(jnp.abs(drafted - wanted), axis=-1)
+        distance = jnp.sum(jnp.abs(jax.nn.softmax(logits) - wanted()), axis=-1)
         weighted, divisor = weighed(0.1 * hard + 0.9 * distance), jnp.sum(weights)
         if head.config.confidence:
             accepted = jax.lax.stop_gradient(1 - 0.5 * distance)
             sure = head.confidence_logits(states, drafts.before)
             weighted += weighed(jax.nn.softplus(sure) - accepted * sure)
     else:
-        weighted = weighed(_soft_cross_entropy(logits, drafts, teacher, states.dtype) if config.soft else hard)
+        soft = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(wanted() * logits, axis=-1) if config.soft else hard
+        weighted = weighed(soft)
     if head.corrector == "selector":
         best, candidates = head.best_of(jax.lax.stop_gradient(raw))
         order = jnp.argmax(head.candidate_scores(best, candidates, states, drafts.before), axis=-1)
@@ -255,22 +233,12 @@ def _cross_entropy(logits: Array, labels: Array) -> Array:
     return jax.nn.logsumexp(logits, axis=-1) - own
 
 
-def _teacher(drafts: _Drafts, teacher: Teacher, dtype: Any) -> Array:
-    """Computes the target's distribution over the draft vocabulary."""
-    return jax.nn.softmax(_logits(drafts.hidden.astype(dtype), jax.lax.stop_gradient(teacher.rows)))
-
-
-def _soft_cross_entropy(logits: Array, drafts: _Drafts, teacher: Teacher, dtype: Any) -> Array:
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(_teacher(drafts, teacher, dtype) * logits, axis=-1)
-
-
 def replay_blocks(
     head: DFlash, teacher: Teacher, token_ids: Int[Array, " dv"], batch: Batch, block: int
 ) -> dict[str, Array]:
     """Replays rounds of a block head (see `replay_rounds`): a chain as long as its blocks, each draft given the last.
 
-    Args:
-        block: number of anchors of a row whose blocks are computed at a time; a divisor of t, or more than t.
+    The blocks of `block` anchors of a row are computed at a time: a divisor of t, or more than t.
     """
     own = functools.partial(_own_drafts, block=block)
     drafts = on_own_rows(own, head, batch, teacher.embed.dtype, frozen=(teacher, token_ids))

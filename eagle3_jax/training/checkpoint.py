@@ -26,15 +26,13 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Use as a context manager.
+    """The checkpoints of one run, a context manager. All that it does raises CheckpointError.
 
     Args:
         keep: number of newest checkpoints that stay, beside the best one; files of a killed save are removed. None
             reads only, beside a training that may be saving.
 
-    Raises:
-        AddressError: a folder to write that Orbax could not read back, see `disk.check_name`.
-        CheckpointError: what is there is unreadable.
+    Raises AddressError: a folder to write that Orbax could not read back, see `disk.check_name`.
     """
 
     def __init__(self, folder: str | disk.Path, keep: int | None = None) -> None:
@@ -43,17 +41,13 @@ class Checkpoints:
         policy: Any = None
         if keep is not None:
             disk.check_name("folder of checkpoints", self.folder)
-            best = policies.BestN(
-                get_metric_fn=lambda metrics: metrics["tau"], n=1, keep_checkpoints_without_metrics=False
-            )
+            best = policies.BestN(get_metric_fn=lambda x: x["tau"], n=1, keep_checkpoints_without_metrics=False)
             policy = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
         self._writing: int | None = None  # step whose checkpoint may be incomplete
         _shorten_orbax_logs()
         with self._orderly(self.folder):
             self._checkpointer = ocp.training.Checkpointer(
-                str(self.folder),
-                preservation_policy=policy,
-                cleanup_tmp_directories=keep is not None,
+                str(self.folder), preservation_policy=policy, cleanup_tmp_directories=keep is not None
             )
 
     @property
@@ -77,63 +71,43 @@ class Checkpoints:
     ) -> None:
         """Begins to write a checkpoint of the state's step, atomically; a second one of the same step is skipped.
 
-        It waits for the checkpoint before it, and returns once the arrays are in host memory; threads write them while
-        training goes on.
+        It waits for the checkpoint before it, whose errors it raises, and returns once the arrays are in host memory;
+        threads write them while training goes on. NaN and infinity are refused.
 
         Args:
             tau: its acceptance length in the engine.
             token_ids: its draft vocabulary, where that changes as the head learns.
-
-        Raises:
-            CheckpointError: NaN or infinity in the state; the checkpoint before it could not be written, such as on a
-                full disk.
         """
         self.wait_until_finished()
         step = int(state.step)
         if step != self.latest:
             parts: dict[str, Any] = {"head": _flat(state.head), "optimizer": _flat(state.opt_state)}
             if strange := [leaf for part in parts.values() for leaf, finite in _finite(part).items() if not finite]:
-                raise CheckpointError(
-                    f"{self.folder / str(step)}: not written: NaN or infinity in {', '.join(strange)}"
-                )
+                where = self.folder / str(step)
+                raise CheckpointError(f"{where}: not written: NaN or infinity in {', '.join(strange)}")
             for name in _PARTS:
                 parts[f"{name}_checksums"] = _checksums(parts[name])
             if token_ids is not None:
                 parts["vocabulary"] = {"token_ids": np.asarray(token_ids, np.int32)}
             if jax.default_backend() == "cpu":
                 parts = _copied(parts)  # on CPUs host memory is the arrays' own, which the next step overwrites
-            with self._writes(step):
-                metrics: Any = None if tau is None else {"tau": tau}
+            metrics: Any = None if tau is None else {"tau": tau}
+            with self._orderly(self.folder / str(step), "not written"):
                 self._checkpointer.save_checkpointables_async(step, parts, force=True, metrics=metrics)
             self._writing = step
 
     def wait_until_finished(self) -> None:
-        """Waits until the checkpoint that was begun last is complete, and looks whether all of it is there.
-
-        Raises:
-            CheckpointError: it could not be written, such as on a full disk.
-        """
+        """Waits until the checkpoint that was begun last is complete, and looks whether all of it is there."""
         if self._writing is not None:
             step, self._writing = self._writing, None
-            with self._writes(step):
+            with self._orderly(self.folder / str(step), "not written"):
                 self._checkpointer.wait()
                 held = self._checkpointer.checkpointables_metadata(step).metadata
                 if missing := [name for name in _PARTS if held.get(name) is None]:
-                    raise CheckpointError(f"{', '.join(missing)}: not found when read back")
-
-    @contextlib.contextmanager
-    def _writes(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
+                    raise RuntimeError(f"{', '.join(missing)}: not found when read back")
 
     def restore(self, state: TrainState) -> TrainState:
-        """Reads the newest checkpoint, placed as `state` is, whatever mesh it was saved from.
-
-        Raises:
-            CheckpointError: no checkpoint, a damaged one, or one of another shape.
-        """
+        """Reads the newest checkpoint, placed as `state` is, whatever mesh it was saved from."""
         abstract = {"head": _abstract(state.head), "optimizer": _abstract(state.opt_state)}
         step, found = self._load(abstract)
         head = _unflat(state.head, found["head"])
@@ -146,19 +120,11 @@ class Checkpoints:
         return _unflat(like, self._load({"head": _abstract(like)}, step)[1]["head"])
 
     def head_checksums(self, step: int) -> dict[str, int]:
-        """Reads the checksums of the leaves of a step's head, which tell heads apart without reading them.
-
-        Raises:
-            CheckpointError: a damaged checkpoint.
-        """
+        """Reads the checksums of the leaves of a step's head, which tell heads apart without reading them."""
         return {leaf: int(x) for leaf, x in self._read(step, "head_checksums").items()}
 
     def token_ids(self, step: int) -> Int32[np.ndarray, " dv"] | None:
-        """Reads the draft vocabulary of a step; None where the whole run has one.
-
-        Raises:
-            CheckpointError: a damaged checkpoint.
-        """
+        """Reads the draft vocabulary of a step; None where the whole run has one."""
         return self._read(step, "vocabulary").get("token_ids")
 
     def _read(self, step: int, part: str) -> dict[str, np.ndarray]:
@@ -187,35 +153,33 @@ class Checkpoints:
         for name in checked:
             expected, got = jax.device_get((found[f"{name}_checksums"], _checksums(found[name])))
             if altered := [leaf for leaf in got if got[leaf] != expected[leaf]]:
-                raise CheckpointError(
-                    f"{folder}: {name}: {', '.join(altered)}: altered since it was written; remove it"
-                )
+                said = f"{name}: {', '.join(altered)}: altered since it was written; remove it"
+                raise CheckpointError(f"{folder}: {said}")
         return step, found
 
     def _check_shapes(self, step: int, parts: dict[str, dict[str, jax.ShapeDtypeStruct]]) -> None:
         """Checks shapes, since Orbax would pad and cut."""
-        held = self._checkpointer.checkpointables_metadata(step).metadata
+        held, where = self._checkpointer.checkpointables_metadata(step).metadata, self.folder / str(step)
         for part, expected in parts.items():
             if held.get(part) is None:
-                raise CheckpointError(f"{self.folder / str(step)}: {part}: damaged or unreadable, remove it")
+                raise CheckpointError(f"{where}: {part}: damaged or unreadable, remove it")
             found = {name: tuple(leaf.shape) for name, leaf in held[part].items()}
             for name in sorted(expected.keys() | found.keys()):
                 wanted = tuple(expected[name].shape) if name in expected else None
                 if found.get(name) != wanted:
-                    raise CheckpointError(
-                        f"{self.folder / str(step)}: {part}: {name}: got shape {found.get(name)}, expected {wanted}"
-                    )
+                    raise CheckpointError(f"{where}: {part}: {name}: got shape {found.get(name)}, expected {wanted}")
 
     @staticmethod
     @contextlib.contextmanager
-    def _orderly(folder: disk.Path) -> Iterator[None]:
-        """Turns errors of Orbax and its storage into one sentence that names the folder."""
+    def _orderly(folder: disk.Path, what: str = "damaged or unreadable, remove it") -> Iterator[None]:
+        """Turns errors of Orbax, TensorStore and JAX into one sentence that names the folder."""
         try:
             yield
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{folder}: damaged or unreadable, remove it ({_reason(error)})") from error
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise CheckpointError(f"{folder}: {what} ({reason})") from error
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -232,8 +196,7 @@ class Checkpoints:
 def _shorten_orbax_logs() -> None:
     """Cuts tracebacks of Orbax's threads and tasks, whose errors its checkpointer raises again; a line of each stays.
 
-    They are cut for good: threads of a failed save end while the interpreter shuts down, and further failed tasks print
-    a traceback each when they are freed.
+    For good: threads of a failed save end while the interpreter shuts down, and tasks print one when they are freed.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.getLogger("absl").addFilter(_without_orbax_traceback)
@@ -257,12 +220,7 @@ def _without_orbax_traceback(record: logging.LogRecord) -> bool:
 def load_head(folder: str | disk.Path, shapes: Any, step: int | None = None) -> Any:
     """Loads the head of a step of a checkpoints folder, or the newest, on the default device of each process.
 
-    Args:
-        shapes: the head's shapes, see `Kind.abstract`.
-        step: None is the newest.
-
-    Raises:
-        CheckpointError: no checkpoint, or a head of other shapes.
+    `shapes` are the head's, see `Kind.abstract`. Raises CheckpointError: no checkpoint, or a head of other shapes.
     """
     everywhere = replicated(jax.sharding.Mesh(jax.devices(), "all"))  # processes can only read together
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
@@ -270,11 +228,6 @@ def load_head(folder: str | disk.Path, shapes: Any, step: int | None = None) -> 
         raise CheckpointError(f"{folder}: not found, expected the output of `python -m eagle3_jax.train`")
     with Checkpoints(folder) as checkpoints:
         return jax.tree.map(lambda x: x.addressable_data(0), checkpoints.restore_head(like, step))
-
-
-def _reason(error: Exception) -> str:
-    """Returns the beginning of an error of Orbax, TensorStore or JAX, on one line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _flat(tree: Any) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Sharding of the training state (FSDP), and loops whose weights are gathered once, before them.
 
-Weights and moments are split over the data axis too (FSDP). Left to the partitioner, a loop gathers each weight in
-every iteration, and sums each gradient over the data axis in every iteration of the backward pass. The loss's loop over
-blocks of positions would talk to all chips of a pod five times in each iteration.
+Weights and moments are split over the data axis too. Left to the partitioner, a loop would gather each weight, and sum
+each gradient, over all chips of a pod in every iteration.
 """
 
 from __future__ import annotations
@@ -30,16 +29,9 @@ STATE_SHARDING_RULES = (
 
 
 def on_own_rows(
-    function: Callable[..., Any],
-    weights: Any,
-    rows: Any,
-    dtype: Any,
-    *,
-    frozen: Any = (),
-    tables: bool = True,
-    axis: int = 0,
+    f: Callable[..., Any], weights: Any, rows: Any, dtype: Any, *, frozen: Any = (), tables: bool = True, axis: int = 0
 ) -> Any:
-    """Calls `function(weights, rows, frozen)` with the rows of each data shard, and whole weights gathered once.
+    """Calls `f(weights, rows, frozen)` with the rows of each data shard, and whole weights gathered once.
 
     The backward pass sums the weights' gradients over the data axis once, in float32.
 
@@ -48,7 +40,7 @@ def on_own_rows(
         rows: arrays split over the data axis by dimension `axis`; None stays None.
         dtype: dtype in which weights are gathered and read.
         frozen: arrays without a gradient, whole on each data shard.
-        tables: whether `function` reads tables of a row per token; if not, they are not gathered.
+        tables: whether `f` reads tables of a row per token; if not, they are not gathered.
 
     Returns:
         The results: arrays [x, rows, ...], split as the rows by their second dimension. A shard's sums are [1, 1, ...].
@@ -56,7 +48,7 @@ def on_own_rows(
     mesh = jax.sharding.get_abstract_mesh()
     ways = mesh.shape.get("data", 1)
     if ways == 1 or any(x.shape[axis] % ways for x in jax.tree.leaves(rows)):
-        return function(weights, rows, frozen)
+        return f(weights, rows, frozen)
     leaves, structure = jax.tree.flatten(weights)
     specs = [where.spec for where in jax.tree.leaves(shardings(weights, mesh, STATE_SHARDING_RULES))]
     read = [i for i, spec in enumerate(specs) if tables or ("model", "data") not in spec]
@@ -65,7 +57,7 @@ def on_own_rows(
         whole: list[Any] = [jnp.zeros(())] * len(leaves)
         for i, copy in zip(read, copies, strict=True):
             whole[i] = copy[0]
-        return function(jax.tree.unflatten(structure, whole), own, frozen)
+        return f(jax.tree.unflatten(structure, whole), own, frozen)
 
     return jax.shard_map(
         local,
@@ -79,12 +71,9 @@ def on_own_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _copies(spec: P, dtype: Any, weight: Array) -> Array:
-    """Copies a weight to each data shard, [shards, *weight]; gathered over data, split over the model axis.
+    """Copies a weight of a partition to each data shard, [shards, *weight]; gathered over data, split over model.
 
     The gradient is the sum over the copies, in float32.
-
-    Args:
-        spec: the weight's partition.
     """
 
     def gather(share: Array) -> Array:

@@ -19,18 +19,18 @@ from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.fsdp import on_own_rows
 from eagle3_jax.training.ttt import training_time_test
 
+Sums = dict[str, Array]
+Loss = tuple[Float[Array, ""], Sums]
+Decay = Float[Array, ""] | None
+Divisors = Int[Array, " steps"] | None
+
 
 def ttt_loss(
-    head: DraftHead,
-    teacher: Teacher,
-    batch: Batch,
-    config: TrainConfig,
-    lk_decay: Float[Array, ""] | None = None,
-    divisors: Int[Array, " steps"] | None = None,
-) -> tuple[Float[Array, ""], dict[str, Any]]:
+    head: DraftHead, teacher: Teacher, batch: Batch, config: TrainConfig, decay: Decay = None, divisors: Divisors = None
+) -> Loss:
     """Computes the loss of the training-time test, see `states_loss`."""
     states = training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat)
-    return states_loss(head.lm_head[...], states, teacher, batch, config, lk_decay, divisors)
+    return states_loss(head.lm_head[...], states, teacher, batch, config, decay, divisors)
 
 
 def states_loss(
@@ -39,9 +39,9 @@ def states_loss(
     teacher: Teacher,
     batch: Batch,
     config: TrainConfig,
-    lk_decay: Float[Array, ""] | None = None,
-    divisors: Int[Array, " steps"] | None = None,
-) -> tuple[Float[Array, ""], dict[str, Any]]:
+    lk_decay: Decay = None,
+    divisors: Divisors = None,
+) -> Loss:
     """Sums over steps step_decay ** i times the soft cross entropy on the draft vocabulary, or the LK loss.
 
     Args:
@@ -98,14 +98,10 @@ def states_loss(
     }
 
 
-def _compared(
-    rows: Array | None, given: tuple[Array, ...], frozen: tuple[Array, Array | None], block: int
-) -> tuple[Array, Comparison]:
+def _compared(rows: Array | None, given: tuple[Array, ...], frozen: Any, block: int) -> tuple[Array, Comparison]:
     """Computes `soft_cross_entropy` on each data shard's rows. Arrays given are [..., b, t] or [..., b, t, h]."""
 
-    def local(
-        table: dict[str, Array], given: tuple[Array, ...], frozen: tuple[Array, Array | None]
-    ) -> tuple[Array, ...]:
+    def local(table: dict[str, Array], given: tuple[Array, ...], frozen: Any) -> tuple[Array, ...]:
         (hidden, (last_hidden,), (labels,), weights), (teacher_rows, decay) = given, frozen
         student = table.get("lm_head", teacher_rows)
         loss, made = soft_cross_entropy(hidden, student, last_hidden, teacher_rows, labels, weights, block, decay)
@@ -127,9 +123,8 @@ def loss_divisors(batch: Batch, config: TrainConfig) -> Int[Array, " steps"]:
 
 def _counted(batch: Batch, config: TrainConfig) -> Array:
     """Computes `teacher_mask` of whole rows, in the batch's pieces."""
-    split = batch.split
-    mask = teacher_mask(split.joined(batch.loss_mask), split.joined(batch.segment_ids), config.mask_offset)
-    return split.cut(mask)
+    mask, segments = map(batch.split.joined, (batch.loss_mask, batch.segment_ids))
+    return batch.split.cut(teacher_mask(mask, segments, config.mask_offset))
 
 
 def _counts(counted: Array, inside: Array, batch: Batch) -> tuple[Array, Array]:
@@ -142,13 +137,10 @@ def _divisors(tokens: Array, counts: Array, config: TrainConfig) -> Array:
 
 
 def teacher_mask(loss_mask: Int[Array, "b t"], segment_ids: Int[Array, "b t"], offset: int) -> Bool[Array, "b t"]:
-    """Masks teacher positions u by mask[u - 1 + offset].
+    """Masks teacher positions u by mask[u - 1 + offset], as where the mask is shifted with the targets at every step.
 
     Each document's last entry counts only with an offset of 2, where it is the predicted token; with 1 it would be a
     teacher without a next token.
-
-    In the shift form, the mask is taken at t + offset and shifted with the targets at every step. The mask of step i at
-    index t is then mask[t + i + offset], and u = t + 1 + i.
     """
     follows = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))  # 0 after the row's end
     inner = (loss_mask != 0) & (segment_ids > 0)

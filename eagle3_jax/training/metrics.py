@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.runs import disk, processes
 
-_SEAL_SECONDS = 60
+_UPLOAD_SECONDS = 60
 
 
 def _summary_writer() -> type[Any]:
@@ -50,12 +50,10 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         `loss` (mean over batches); `tokens`; per step `accuracy` (the draft's first choice is the target's) over all
         positions in the mask; per step `cross_entropy` and, where the loss has them, `divergence` (KL) and `acceptance`
         (share of drafts accepted at temperature 1) over trained positions; `positions`, the trained positions of the
-        first step. Train steps add `gradient_norm`. Eval steps add the figures of `evaluate` for a chain of as many
-        drafts as steps: `rounds`, `tau` (tokens per round, bonus token included) and `alpha` per position (see
-        `AcceptanceCounts`, `replay.replay`). Train steps of block heads add the same figures of their blocks.
+        first step. Train steps add `gradient_norm`. Eval steps and block heads add the figures of `evaluate` for a
+        chain: `rounds`, `tau` and `alpha` per position (see `AcceptanceCounts`, `replay.replay`).
 
-    Raises:
-        NotFinite: the first batch with NaN or infinity in it.
+    Raises NotFinite: the first batch with NaN or infinity in it.
     """
     host: list[dict[str, np.ndarray]] = jax.device_get(list(batches))
     for index, batch in enumerate(host):
@@ -65,14 +63,11 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     total = {name: np.sum([batch[name] for batch in host], axis=0, dtype=np.float64) for name in host[0]}
     accuracy = total["hits"] / np.maximum(total.get("counted", total["compared"]), 1)
     compared = np.maximum(total["compared"], 1)
+    means = [name for name in ("cross_entropy", "divergence", "acceptance") if name in total]
     summary = {
         "loss": float(total["loss"]) / len(host),
         "accuracy": accuracy.tolist(),
-        **{
-            name: (total[name] / compared).tolist()
-            for name in ("cross_entropy", "divergence", "acceptance")
-            if name in total
-        },
+        **{name: (total[name] / compared).tolist() for name in means},
         "positions": int(np.asarray(total["compared"])[0]),
         "tokens": int(total["tokens"]),
     }
@@ -85,34 +80,29 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-class _SealedBoard:
-    """TensorBoard curves in a bucket: one event file a minute, each uploaded when it is complete."""
+class _RemoteBoard:
+    """TensorBoard curves in a bucket: an event file, uploaded once a minute and at the end."""
 
     def __init__(self, folder: str, purge_step: int) -> None:
-        self._folder, self._number = disk.path_of(folder), 0
-        self._begin(purge_step)
-
-    def _begin(self, purge_step: int | None = None) -> None:
+        self._folder, self._since = disk.path_of(folder), time.monotonic()
         self._scratch = tempfile.TemporaryDirectory(prefix="eagle3_jax-")
-        self._writer = SummaryWriter(self._scratch.name, purge_step=purge_step, filename_suffix=f".{self._number:06d}")
-        self._since = time.monotonic()
-
-    def _seal(self) -> None:
-        self._writer.close()
-        for file in pathlib.Path(self._scratch.name).iterdir():
-            with disk.atomic(self._folder / file.name) as temporary:
-                file.rename(temporary)
-        self._scratch.cleanup()
-        self._number += 1
+        self._writer = SummaryWriter(self._scratch.name, purge_step=purge_step)
 
     def add_scalar(self, name: str, number: float, step: int) -> None:
-        if time.monotonic() - self._since > _SEAL_SECONDS:
-            self._seal()
-            self._begin()
         self._writer.add_scalar(name, number, step)
+        if time.monotonic() - self._since > _UPLOAD_SECONDS:
+            self._writer.flush()
+            self._upload()
 
     def close(self) -> None:
-        self._seal()
+        self._writer.close()
+        self._upload()
+
+    def _upload(self) -> None:
+        self._since = time.monotonic()
+        for file in pathlib.Path(self._scratch.name).iterdir():
+            with disk.atomic(self._folder / file.name) as temporary:
+                shutil.copy(file, temporary)
 
 
 class MetricWriter:
@@ -120,14 +110,21 @@ class MetricWriter:
 
     Args:
         done: the step from which a killed run resumes; entries of later steps are dropped, since they are repeated.
-        project: project of Weights & Biases, to which the same numbers are sent; None sends nothing.
+        project: project of Weights & Biases that gets the same numbers, if any.
     """
 
     def __init__(self, folder: str | disk.Path, done: int | None, project: str | None = None) -> None:
         self._active = processes.index() == 0
-        self._wandb = _open_wandb(project, disk.path_of(folder)) if self._active and project is not None else None
         self._newest: dict[str, dict[str, Any]] = {}
-        folder = disk.path_of(folder)
+        self._wandb, folder = None, disk.path_of(folder)
+        if self._active and project is not None:  # begins the folder's run, or goes on with it
+            remote = disk.is_remote(folder)
+            whole = str(folder if remote else folder.resolve())
+            options = {"id": hashlib.sha256(whole.encode()).hexdigest()[:16], "dir": None if remote else whole}
+            self._wandb = import_wandb(project).init(
+                project=project, name=folder.parent.name, resume="allow", **options
+            )
+            self._wandb.define_metric("*", step_metric="step")
         if self._active:
             path = folder / "metrics.jsonl"
             kept = [line for line in map(json.loads, disk.log_lines(path)) if line["step"] <= (done or 0)]
@@ -135,7 +132,7 @@ class MetricWriter:
             for line in kept:
                 self._newest[line["kind"]] = {name: line[name] for name in line if name not in ("step", "kind")}
             self._lines = disk.Log(path)
-            board = _SealedBoard if disk.is_remote(folder) else SummaryWriter
+            board = _RemoteBoard if disk.is_remote(folder) else SummaryWriter
             self._board = board(str(folder / "tensorboard"), purge_step=(done or 0) + 1)
 
     def newest(self, kind: str) -> dict[str, Any]:
@@ -143,19 +140,17 @@ class MetricWriter:
         return self._newest.get(kind, {})
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Writes one line, and one TensorBoard curve per number; element i of a list is the curve `name_i`.
+        """Writes a line of a kind ("train", "held_out", "served"), and a TensorBoard curve per number.
 
-        Args:
-            kind: "train", "held_out" or "served".
+        Element i of a list is the curve `name_i`.
         """
         if not self._active:
             return
         self._lines.write(json.dumps({"step": step, "kind": kind} | values) + "\n")
         curves = {}
         for name, value in values.items():
-            several = isinstance(value, list)
-            for i, number in enumerate(value if several else [value]):
-                curves[f"{kind}/{name}_{i}" if several else f"{kind}/{name}"] = number
+            numbers = {f"_{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {"": value}
+            curves |= {f"{kind}/{name}{ending}": number for ending, number in numbers.items()}
         for name, number in curves.items():
             self._board.add_scalar(name, number, step)
         if self._wandb is not None:
@@ -164,9 +159,7 @@ class MetricWriter:
     def __enter__(self) -> MetricWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._active:
             self._lines.close()
             self._board.close()
@@ -181,14 +174,3 @@ def import_wandb(project: str) -> Any:
     except ImportError as error:
         raise ValueError(f"train.wandb: got {project!r}, expected the package: pip install wandb") from error
     return wandb
-
-
-def _open_wandb(project: str, folder: disk.Path) -> Any:
-    """Begins the run of a folder at Weights & Biases, or goes on with it."""
-    remote = disk.is_remote(folder)
-    whole = str(folder if remote else folder.resolve())
-    name = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    options = {"name": folder.parent.name, "id": name, "resume": "allow", "dir": None if remote else whole}
-    run = import_wandb(project).init(project=project, **options)
-    run.define_metric("*", step_metric="step")
-    return run

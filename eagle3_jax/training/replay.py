@@ -1,8 +1,7 @@
 """Acceptance of a head in decoding, replayed on held-out answers: the rounds of greedy chain drafting.
 
-Accuracy is a mean over all positions. A round begins after a token that the head got wrong, and the tokens after such a
-token are harder than average. The mean therefore overestimates acceptance, by 10 % on the tests' tiny target. The
-replay walks every answer round by round instead.
+The mean accuracy over all positions overestimates acceptance: a round begins after a token that the head got wrong, and
+the tokens after such a token are harder. The replay walks every answer round by round instead.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ def replay_rounds(
         rows: the LM head; None is the target's, `teacher.rows`.
         states: the LM head's inputs, from `training_time_test`.
         block: number of positions of a row whose logits are held at a time; a divisor of t, or more than t.
-
-    Returns:
-        See `replay`.
     """
 
     def best(table: dict[str, Array], states: Array, teacher_rows: Array) -> Array:
@@ -50,13 +46,9 @@ def replay_rounds(
 
 
 def replay(drafted: Int[Array, "steps b t"], teacher: Teacher, batch: Batch) -> dict[str, Array]:
-    """Counts rounds and accepted drafts of whole rows, where `drafted` are the drafts after a root at t + 1.
+    """Counts rounds and accepted drafts of whole rows; draft i after a root at t + 1 is for token t + 2 + i.
 
-    Args:
-        drafted: draft ids: index i is for token t + 2 + i.
-
-    Returns:
-        `rounds`, int32; `accepted`, int32 [steps]: the rounds that accepted the draft at depth 1, 2, ...
+    Returns `rounds`, int32; `accepted`, int32 [steps]: the rounds that accepted the draft at depth 1, 2, ...
     """
     steps = len(drafted)
     labels, segments = teacher.draft_ids[batch.argmax], batch.segment_ids
@@ -76,9 +68,7 @@ def replay(drafted: Int[Array, "steps b t"], teacher: Teacher, batch: Batch) -> 
     return {"rounds": begins.sum(), "accepted": jnp.where(begins[None], accepted, 0).sum(axis=(1, 2))}
 
 
-def _round_starts(
-    opens: Bool[Array, "b t"], going: Bool[Array, "b t"], accepted: Int[Array, "b t"]
-) -> Bool[Array, "b t"]:
+def _round_starts(opens: Array, going: Array, accepted: Array) -> Array:
     """Marks the starts of rounds: an answer's opening, then each round's end."""
 
     def step(following: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:

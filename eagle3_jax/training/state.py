@@ -19,6 +19,7 @@ from eagle3_jax.models import fp8
 from eagle3_jax.training.batch import Batch, Leaf, Teacher
 from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
 from eagle3_jax.training.kinds.kind import Kind
+from eagle3_jax.training.losses import loss_divisors
 
 Metrics = dict[str, Array]
 
@@ -75,7 +76,7 @@ def _gradients(kind: Kind, state: TrainState, teacher: Teacher, batch: Batch) ->
     Part a of A has the rows a, a + A, ..., so that each data shard's rows stay where they lie.
     """
     parts = kind.train.accumulate
-    divisors = None if parts == 1 else kind.divisors(teacher, batch)
+    divisors = None if parts == 1 else loss_divisors(batch, kind.train)
 
     def compute(part: Batch) -> tuple[Metrics, Any]:
         loss_and_gradients = jax.value_and_grad(kind.loss, has_aux=True)

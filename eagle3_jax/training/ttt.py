@@ -2,9 +2,7 @@
 
 At step i the pair at index t is token t+1+i and the head's own output of step i-1 at the same t. So it is in drafting
 from a prefix that ends at t. It attends to the true features (step 0) up to t, then to one key of each later step at t.
-Tokens are the document's, so that all positions run in parallel.
-
-On TPUs the steps are one loop, so that the program's size does not depend on their number.
+Tokens are the document's, so that all positions run in parallel. On TPUs the steps are one loop.
 
 Where rows are split along their length, a device gathers the keys of step 0 of its rows, by KV head. Later steps attend
 to their own position alone, and need of other devices only the tokens that follow a piece.
@@ -60,9 +58,7 @@ def training_time_test(
     return on_own_rows(run, head, rows, embed.dtype, frozen=frozen, tables=False)
 
 
-def _steps(
-    head: Head, rows: tuple[Array, Array, Array, Array], embed: Array, steps: int, remat: bool, split: Split
-) -> Array:
+def _steps(head: Head, rows: tuple[Array, ...], embed: Array, steps: int, remat: bool, split: Split) -> Array:
     tokens, positions, segment_ids, aux = rows
     (embeds, state), c = whole_states((embeddings(embed, tokens), head.fuse(aux))), head.config
     inputs: _Inputs = embeds, positions, segment_ids, {}
@@ -94,27 +90,24 @@ def _step(
 ) -> tuple[Array, Array, Array]:
     """Runs step i. Returns its state, and the keys and values [steps, b, t, k, d] with those of step i added.
 
-    Args:
-        keys, values: of all steps, or of no more than those before i, which then grow.
+    `keys` and `values` are of all steps, or of no more than those before i, which then grow.
     """
     embeds, positions, segment_ids, row = inputs
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         nonlocal keys, values
-        keys, values = _added(keys, k, i), _added(values, v, i)
+        if isinstance(i, int):
+            keys, values = jnp.concatenate([keys, k[None]]), jnp.concatenate([values, v[None]])
+        else:
+            keys, values = keys.at[i].set(k), values.at[i].set(v)
         return ttt_attention(q, keys, values, segment_ids, i, **row)
 
     following = jax.lax.dynamic_slice_in_dim(embeds, 1 + i, state.shape[1], axis=1)
     return whole_states(head(following, state, _pass(positions + i), attend)), keys, values
 
 
-def _pass(positions: Array) -> Pass:
-    """Returns the pass of a step, which reads no cache."""
+def _pass(positions: Array) -> Pass:  # which reads no cache
     return Pass(positions, jnp.zeros(len(positions), jnp.int32))
-
-
-def _added(held: Array, new: Array, i: Array | int) -> Array:
-    return jnp.concatenate([held, new[None]]) if isinstance(i, int) else held.at[i].set(new)
 
 
 def _first_keys(head: Head, state: Array, embeds: Array, positions: Array, split: Split) -> tuple[Array, Array]:

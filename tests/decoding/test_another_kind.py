@@ -16,7 +16,7 @@ from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.training.batch import Teacher
-from eagle3_jax.training.kinds.choice import kind_of
+from eagle3_jax.training.kinds.kind import kind_of
 from eagle3_jax.training.metrics import summarise
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_state, make_eval_step, make_train_step

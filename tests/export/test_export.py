@@ -25,7 +25,7 @@ from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.families.llama import Llama
 from eagle3_jax.runs import disk, manifest
 from eagle3_jax.training.checkpoint import Checkpoints
-from eagle3_jax.training.kinds.choice import kind_of
+from eagle3_jax.training.kinds.kind import kind_of
 from eagle3_jax.training.state import TrainState
 
 TARGET = tiny.llama_config(num_hidden_layers=8, eos_token_ids=(1, 2), aux_layers=(2, 4, 5))

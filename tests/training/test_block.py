@@ -183,29 +183,6 @@ def test_loss_is_the_definitions(packed, teacher, kind, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [DFlash2, *(pytest.param(kind, marks=pytest.mark.long) for kind in (DFlash, DSpark))])
-def test_gradients_in_bfloat16_are_those_of_float32_nearly(packed, teacher, kind):
-    """Weights stay float32; XLA multiplies pairs of bfloat16 by other code than floats."""
-    batch, anchors = packed
-    half = dataclasses.replace(
-        teacher, embed=teacher.embed.astype(jnp.bfloat16), rows=teacher.rows.astype(jnp.bfloat16)
-    )
-
-    @jax.jit
-    def gradients(head, teacher):
-        return jax.value_and_grad(lambda head: block_loss(head, teacher, batch, anchors, BlockLossConfig(block=8))[0])(
-            head
-        )
-
-    head = make_block_head(kind)
-    (expected, whole), (loss, rounded) = (gradients(head, x) for x in (teacher, half))
-    assert float(loss) == pytest.approx(float(expected), rel=0.02)
-    one, other = (jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)]) for tree in (whole, rounded))
-    assert other.dtype == jnp.float32
-    assert float(one @ other / jnp.linalg.norm(one) / jnp.linalg.norm(other)) > 0.99
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DFlash, DSpark])
 def test_replay_reads_every_root(packed, teacher, kind):
     """An answer that is what the head drafts is accepted whole, block by block."""

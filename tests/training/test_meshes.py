@@ -14,7 +14,7 @@ from eagle3_jax.config.kinds import trained
 from eagle3_jax.mesh import batch_sharding, make_mesh, parameter_path, shardings
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Teacher
 from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
-from eagle3_jax.training.kinds.choice import kind_of
+from eagle3_jax.training.kinds.kind import kind_of
 
 ROWS = ((7, 8), (12,), (16,), (5, 4, 6), (9,), (3, 11), (14,), (10, 6))
 

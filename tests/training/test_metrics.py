@@ -44,11 +44,6 @@ def test_acceptance_is_counted_as_the_decoder_counts_it():
     np.testing.assert_allclose(got["alpha"], [4 / 7, 1 / 4])
 
 
-def test_nothing_counted_is_zero_not_a_division_by_zero():
-    got = summarise([batch(0.0, [0, 0], [0, 0], [0, 0], [0.0, 0.0], [0.0, 0.0], 5)])
-    assert got["accuracy"] == got["cross_entropy"] == [0, 0]
-
-
 @pytest.mark.parametrize(("name", "value"), [("loss", np.nan), ("gradient_norm", np.inf)])
 def test_the_first_batch_that_is_not_finite_is_named(name, value):
     sound = batch(1.0, [1, 1], [1, 1], [1, 1], [1.0, 1.0], [1.0, 1.0], 1) | {"gradient_norm": np.float32(1)}

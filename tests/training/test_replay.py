@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.training.metrics import summarise
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
@@ -70,14 +69,3 @@ def test_rounds_of_packed_answers(head, teacher, often_right, block):
     assert rounds > 20 and accepted[-1] >= 3
     got = jax.jit(replay_rounds, static_argnums=4)(head.lm_head[...], states, teacher, batch, block)
     assert (int(got["rounds"]), got["accepted"].tolist()) == (rounds, accepted.tolist())
-
-
-def test_tau_and_alpha_are_evaluate_s():
-    sums = ("hits", "counted", "compared", "cross_entropy", "divergence", "acceptance")
-    zeros = {name: np.zeros(STEPS) for name in sums}
-    one = zeros | {"loss": 1.0, "tokens": 3, "rounds": 10, "accepted": np.array([6, 3, 0])}
-    summary = summarise([one, one])
-    assert summary["tau"] == 1.9
-    assert summary["alpha"] == [0.6, 0.5, 0.0]
-    assert summary["rounds"] == 20
-    assert "tau" not in summarise([{name: value for name, value in one.items() if name != "rounds"}])

@@ -1,4 +1,4 @@
-"""Rows in pieces over several devices: losses and gradients are those of whole rows on one device."""
+"""Rows in pieces over several devices, and batches in parts: losses and gradients are those of the whole."""
 
 import dataclasses
 import functools
@@ -13,8 +13,8 @@ from eagle3_jax.config import ConfigError, DraftConfig, MeshConfig, RunConfig, T
 from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
 from eagle3_jax.sequence import Split
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch
-from eagle3_jax.training.kinds.choice import kind_of
 from eagle3_jax.training.kinds.eagle3 import Eagle3
+from eagle3_jax.training.kinds.kind import kind_of
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import _gradients, init_state, make_eval_step
 
@@ -63,6 +63,16 @@ def same(got, expected):
 )
 def test_rows_in_pieces_train_as_whole_rows_do(run, data, model, pieces, changes):
     same(run(data, model, pieces, **changes)[0], run(1, 1, 1)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", [pytest.param("all", marks=pytest.mark.long), "mask"])
+def test_parts_are_the_batch(run, reduction):
+    """On a mesh too, where the weights of each part are gathered once."""
+    whole, _, _ = run(1, 1, 1, loss_reduction=reduction)[0]
+    for data, parts in ((1, 4), (2, 2)):
+        added, _, _ = run(data, data, 1, loss_reduction=reduction, accumulate=parts)[0]
+        same([added], [whole])
 
 
 @pytest.mark.slow

@@ -1,11 +1,8 @@
-"""Training steps: on a mesh as on one device, frozen parts, optimizer, and ahead-of-time compilation for a TPU."""
+"""Training steps: on a mesh as on one device, frozen parts, the optimizer, and a state's checkpoints."""
 
 import dataclasses
 import functools
-import subprocess
-import sys
 
-import array_annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +17,7 @@ from eagle3_jax.training.batch import TEACHER_SHARDING_RULES
 from eagle3_jax.training.checkpoint import Checkpoints, load_head
 from eagle3_jax.training.kinds.eagle3 import Eagle3
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
-from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
+from eagle3_jax.training.state import init_state, make_train_step
 
 CONFIG = TrainConfig(ttt_steps=3, batch_size=4, row_length=16, loss_block=16, learning_rate=1e-2)
 
@@ -62,17 +59,13 @@ def test_the_loss_of_states_in_8_bits_is_close(run, head_config, teacher, make_b
     """The step decodes them."""
     batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
     coded = dataclasses.replace(batch, aux=Fp8.of(batch.aux, 3), last_hidden=Fp8.of(batch.last_hidden, 1))
-    state, _, mesh = run(1, 1)
+    _, _, mesh = run(1, 1)
     kind = Eagle3(head_config, CONFIG)
-    evaluate = make_eval_step(kind, mesh)
-    plain, close = (evaluate(state.head, teacher, x) for x in (batch, coded))
-    assert close["loss"] != plain["loss"]
-    assert close["loss"] == pytest.approx(float(plain["loss"]), rel=5e-3)
     optimizer = make_optimizer(CONFIG, 10)
     fresh = [init_state(functools.partial(kind.new, 0), teacher.rows, optimizer, mesh) for _ in range(2)]
     step = make_train_step(kind, optimizer, mesh)
     losses = [step(state, teacher, x)[1]["loss"] for state, x in zip(fresh, (batch, coded), strict=True)]
-    assert losses[1] == pytest.approx(float(losses[0]), rel=5e-3)
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(float(losses[0]), rel=5e-3)
 
 
 @pytest.mark.slow
@@ -100,47 +93,19 @@ def test_a_step_has_no_fusion_that_cpus_compute_wrongly(head_config, teacher, ma
 
 
 @pytest.mark.slow
-def test_a_step_counts_and_its_loss_falls(run, head_config, teacher, make_batch):
-    state, sums, mesh = run(1, 1)
-    assert state.step == 2
-    batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
-    after = make_eval_step(Eagle3(head_config, CONFIG), mesh)(jax.device_get(state.head), teacher, batch)
-    assert after["loss"] < sums["loss"]
-
-
-@pytest.mark.slow
 def test_checkpoints_restore_onto_another_mesh(run, tmp_path, head_config):
     state, _, _ = run(4, 2)
     elsewhere, _, _ = run(1, 1)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(state)
         restored = checkpoints.restore(elsewhere)
-    assert restored.step == 2
+    assert restored.step == state.step == 2
     for got, want, like in zip(*(jax.tree.leaves(x) for x in (restored, state, elsewhere)), strict=True):
         np.testing.assert_array_equal(got, want)
         assert got.sharding == like.sharding
     head = load_head(tmp_path, Eagle3(head_config, CONFIG).abstract())
     for got, want in zip(jax.tree.leaves(head), jax.tree.leaves(state.head), strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.slow
-def test_a_state_goes_from_four_devices_to_two_to_one_bit_by_bit(head_config, teacher, tmp_path):
-    kind, optimizer = Eagle3(head_config, CONFIG), make_optimizer(CONFIG, 10)
-    states = []
-    for number, (data, model) in enumerate([(2, 2), (1, 2), (1, 1)]):
-        mesh = make_mesh(MeshConfig(data=data, model=model))
-        placed = jax.device_put(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES))
-        state = init_state(functools.partial(kind.new, number), placed.rows, optimizer, mesh)
-        if states:
-            with Checkpoints(tmp_path / str(number), keep=1) as checkpoints:
-                checkpoints.save(states[-1])
-                checkpoints.wait_until_finished()
-                state = checkpoints.restore(state)
-        states.append(state)
-    for other in states[1:]:
-        for got, want in zip(jax.tree.leaves(other), jax.tree.leaves(states[0]), strict=True):
-            np.testing.assert_array_equal(got, want)
 
 
 def test_a_new_head_begins_where_the_target_stands(head_config, teacher):
@@ -178,64 +143,3 @@ def test_weights_and_moments_are_float32_whatever_the_target_is(head_config, tea
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.head), strict=True):
         if old.ndim > 1:
             assert 1e-5 < np.abs(np.asarray(new) - old).max() < 4e-5
-
-
-_TPU_PROGRAM = """
-import math, re
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import topologies
-from eagle3_jax.config import MeshConfig, TrainConfig
-from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
-from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
-from eagle3_jax.training.batch import Batch, Teacher, TEACHER_SHARDING_RULES
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.kinds.eagle3 import Eagle3
-from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
-from eagle3_jax.training.state import TrainState, make_train_step
-
-devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
-mesh = make_mesh(MeshConfig(data=2, model=2), devices)
-B, T, H, V, DV = 2, 256, 256, 4096, 2048
-head_config = DraftHeadConfig(
-    vocab_size=V, draft_vocab_size=DV, hidden_size=H, target_hidden_size=H, intermediate_size=512,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-5, rope_theta=1e4,
-    max_position_embeddings=2048, aux_layers=(2, 4, 5))
-config = TrainConfig(ttt_steps=3, batch_size=B, row_length=T, loss_block=256, remat=True)
-kind, optimizer = Eagle3(head_config, config), make_optimizer(config, 100)
-
-def spec(tree, where):
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where)
-
-def build(rows):
-    head = kind.new(0, rows)
-    return TrainState(jnp.zeros((), jnp.int32), head, optimizer.init(head))
-
-shape = jax.ShapeDtypeStruct
-state = jax.eval_shape(build, shape((DV, H), jnp.bfloat16))
-state = spec(state, shardings(state, mesh, STATE_SHARDING_RULES))
-teacher = Teacher(shape((V, H), jnp.bfloat16), shape((DV, H), jnp.bfloat16), shape((V,), jnp.int32))
-teacher = spec(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES))
-integers = shape((B, T), jnp.int32, sharding=batch_sharding(mesh))
-hidden = lambda width: shape((B, T, width), jnp.bfloat16, sharding=batch_sharding(mesh))
-batch = Batch(integers, hidden(3 * H), hidden(H), *[integers] * 4)
-with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    compiled = make_train_step(kind, optimizer, mesh).lower(state, teacher, batch).compile()
-text = compiled.as_text()
-assert "input_output_alias" in text, "the state is not donated"
-assert "all-reduce" in text, "gradients are not summed over the data axis"
-assert "tpu_custom_call" in text, "attention is not the kernel"
-# In the loss's loop over blocks hidden states and their gradients travel, never anything of the vocabulary's size.
-collective = r"= (.*?) (?:all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\\(.*cond/branch"
-moved = [math.prod(map(int, dims.split(",")))
-         for shapes in re.findall(collective, text) for dims in re.findall(r"\\[([\\d,]+)\\]", shapes)]
-assert moved and max(moved) <= 256 * H, f"a block's collectives move {sorted(moved)}"
-print("compiled", compiled.memory_analysis().temp_size_in_bytes)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.smoke
-@pytest.mark.skipif(not array_annotations.ALL, reason="compiled in smoke tests and long runs")
-def test_the_step_compiles_for_a_tpu():
-    result = subprocess.run([sys.executable, "-c", _TPU_PROGRAM], capture_output=True, text=True, timeout=600)
-    assert "compiled" in result.stdout, result.stderr[-4000:]

@@ -66,15 +66,8 @@ def test_every_step_equals_sequential_drafting(new_head, target, make_batch, fla
     parallel = jax.jit(training_time_test, static_argnums=3)(head, target.embed[...], batch, STEPS)
     sequential = draft_sequentially(target, head, batch.token_ids[0], batch.aux[0], STEPS)
     assert sequential.shape == (STEPS, length - STEPS, head.config.hidden_size)
+    assert np.abs(np.diff(sequential, axis=0)).max(axis=(1, 2)).min() > 0.1, "the steps differ"
     np.testing.assert_allclose(parallel[:, 0, : length - STEPS], sequential, rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.slow
-def test_the_steps_differ(head, target, make_batch):
-    """What the test above compares is not trivially equal."""
-    states = training_time_test(head, target.embed[...], make_batch([[12]], 12), STEPS)
-    for i in range(1, STEPS):
-        assert np.abs(states[i, :, :7] - states[0, :, :7]).max() > 0.1
 
 
 @pytest.mark.slow
@@ -106,12 +99,11 @@ def test_rematerialisation_changes_neither_values_nor_gradients(head, target, ma
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [False, True])
-def test_the_kernels_for_tpu_change_neither_values_nor_gradients(head, target, make_batch, remat, monkeypatch):
+def test_the_kernels_for_tpu_change_neither_values_nor_gradients(head, target, make_batch, monkeypatch):
     batch = make_batch([[6, 9], [17]], 20)
 
     def total(head):
-        states = training_time_test(head, target.embed[...], batch, 3, remat)
+        states = training_time_test(head, target.embed[...], batch, 3, True)
         return jnp.sum(jnp.sin(states[:, 0, :15]))
 
     expected = jax.jit(jax.value_and_grad(total))(head)

@@ -33,7 +33,7 @@ from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import disk, manifest
 from eagle3_jax.training.batch import Teacher
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints
-from eagle3_jax.training.kinds import choice
+from eagle3_jax.training.kinds.kind import named
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import TrainState, init_state, make_eval_step, make_train_step
 
@@ -91,9 +91,9 @@ class HeadLearner:
         self, config: AdaptConfig, target: TargetModel, draft: Draft, identity: Mapping[str, Any] | None
     ) -> None:
         head: Any = draft.head
-        kind = choice.named(kinds.of_head(head).name)
+        kind = named(kinds.of_head(head).name)
         if kind is None or not kind.lives:
-            able = [x.label for x in kinds.every() if (trained := choice.named(x.name)) and trained.lives]
+            able = [x.label for x in kinds.every() if (trained := named(x.name)) and trained.lives]
             expected = f"a head of {', '.join(able[:-1])} or {able[-1]}"
             raise ValueError(f"adapt: got a draft of {type(head).__name__}, expected {expected}")
         if config.folder is not None and identity is None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from eagle3_jax.config import RunConfig
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig, DFlash
 from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.block import BlockLossConfig, block_loss, draw_anchors, replay_blocks
-from eagle3_jax.training.kinds.kind import Kind, Sums
+from eagle3_jax.training.kinds.kind import Kind, Step
+from eagle3_jax.training.losses import Divisors, Loss, Sums
 
 # Anchors of a row whose blocks a replay computes at a time.
 _REPLAYED = 64
@@ -39,25 +40,15 @@ class BlockHead(Kind):
         """See `Kind`."""
         return self.shape.block_size - self.network.first_row
 
-    def loss(
-        self,
-        head: DFlash,
-        teacher: Teacher,
-        batch: Batch,
-        step: Int[Array, ""],
-        divisors: Int[Array, " steps"] | None = None,
-    ) -> tuple[Float[Array, ""], Sums]:
+    def loss(self, head: DFlash, teacher: Teacher, batch: Batch, step: Step, divisors: Divisors = None) -> Loss:
         """See `Kind`; each step draws its own anchors."""
         return self._loss(head, teacher, batch, jax.random.fold_in(jax.random.key(self.seed), step))
 
     def evaluate(self, head: DFlash, teacher: Teacher, batch: Batch) -> Sums:
         """See `Kind`; the anchors are the same at every evaluation."""
         loss, sums = self._loss(head, teacher, batch, jax.random.key(self.seed))
-        size = next(
-            size
-            for size in range(min(_REPLAYED, batch.token_ids.shape[1]), 0, -1)
-            if batch.token_ids.shape[1] % size == 0
-        )
+        length = batch.token_ids.shape[1]
+        size = max(size for size in range(1, _REPLAYED + 1) if length % size == 0)
         return sums | {"loss": loss} | replay_blocks(head, teacher, teacher.token_ids, batch, size)
 
     def _loss(self, head: DFlash, teacher: Teacher, batch: Batch, key: Array) -> tuple[Float[Array, ""], Sums]:

@@ -7,7 +7,7 @@ import pathlib
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from eagle3_jax.config.kinds import in_target
 from eagle3_jax.formats import heads
@@ -15,8 +15,8 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.training.batch import Batch, Teacher
-from eagle3_jax.training.kinds.kind import Kind, Sums
-from eagle3_jax.training.losses import states_loss, ttt_loss
+from eagle3_jax.training.kinds.kind import Kind, Step
+from eagle3_jax.training.losses import Divisors, Loss, Sums, states_loss, ttt_loss
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
@@ -32,15 +32,10 @@ class Eagle3(Kind):
     shape: DraftHeadConfig
 
     def new(self, seed: int, rows: Float[Array, "dv h"]) -> DraftHead:
-        """Initialises a head by N(0, 0.02) and from the target.
+        """See `Kind`; `fc` hands on the highest aux feature: the residual stream starts as a late one of the target's.
 
-        The LM head starts as the target's. `fc` starts with an identity added for the highest aux feature, so that the
-        residual stream starts as a late one of the target. On 40 steps of real features both together gave the lowest
-        held-out loss. Starting from the target's final norm raised the loss: its large weights make the first logits
-        overconfident.
-
-        Args:
-            rows: the target's LM head at the draft vocabulary.
+        On 40 steps of real features both together gave the lowest held-out loss. Starting from the target's final norm
+        raised it: its large weights make the first logits overconfident.
         """
         c, head = self.shape, super().new(seed, rows)
         identity = jnp.eye(c.target_hidden_size, c.hidden_size)
@@ -56,21 +51,11 @@ class Eagle3(Kind):
         if type(draft.head) is not self.network:
             raise ValueError(f"train.warm_start {source}: got {type(draft.head).__name__}, expected a head of EAGLE-3")
         got, expected = dataclasses.asdict(draft.head.config), dataclasses.asdict(self.shape)
-        problems = [
-            f"{name}: got {got[name]!r}, expected {expected[name]!r}" for name in got if got[name] != expected[name]
-        ]
-        if problems:
+        if problems := [f"{n}: got {got[n]!r}, expected {expected[n]!r}" for n in got if got[n] != expected[n]]:
             raise ValueError(f"train.warm_start {source}: a head of another shape:\n  " + "\n  ".join(problems))
         return draft
 
-    def loss(
-        self,
-        head: DraftHead,
-        teacher: Teacher,
-        batch: Batch,
-        step: Int[Array, ""],
-        divisors: Int[Array, " steps"] | None = None,
-    ) -> tuple[Float[Array, ""], Sums]:
+    def loss(self, head: DraftHead, teacher: Teacher, batch: Batch, step: Step, divisors: Divisors = None) -> Loss:
         """See `Kind`; the LK loss begins at the share `train.lk_from` of all steps."""
         run = self.train
         begins = round(run.lk_from * self.total_steps)

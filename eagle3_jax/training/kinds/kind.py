@@ -1,10 +1,11 @@
-"""`Kind`: a kind of draft head as training sees it. `training.kinds.choice` makes the one that a config names."""
+"""`Kind`: a kind of draft head as training sees it (`config.kinds.KINDS`)."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import pathlib
+import pkgutil
 from typing import Any, ClassVar
 
 import jax
@@ -14,38 +15,32 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import RunConfig, TrainConfig
+from eagle3_jax.config.kinds import KINDS
 from eagle3_jax.formats import kinds
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
-from eagle3_jax.training.losses import loss_divisors
+from eagle3_jax.training.losses import Divisors, Loss, Sums
 
-Sums = dict[str, Array]
+Step = Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind(abc.ABC):
     """A kind of head: its inputs from the target, initialisation, loss, replayed acceptance, and drafts.
 
-    Attributes:
-        name: the kind's name in `draft.kind`.
-        settings: options of `train` that shape its loss, for the model card.
-        lives: whether a head that serves learns by it (`serve.adapt`).
-        shape: config of the head.
-        train: options of the training.
-        total_steps: steps of the training, for schedules of the loss.
-        seed: seed of draws in the loss.
+    `shape` is the config of the head.
     """
 
-    name: ClassVar[str]
-    settings: ClassVar[tuple[str, ...]] = ("ttt_steps", "step_decay")
-    lives: ClassVar[bool] = True
+    name: ClassVar[str]  # in `draft.kind`
+    settings: ClassVar[tuple[str, ...]] = ("ttt_steps", "step_decay")  # that shape its loss, for the model card
+    lives: ClassVar[bool] = True  # whether a head that serves learns by it (`serve.adapt`)
     shape: Any
     train: TrainConfig
-    total_steps: int = 0
-    seed: int = 0
+    total_steps: int = 0  # for schedules of the loss
+    seed: int = 0  # of draws in the loss
 
     @classmethod
     def of(cls, config: RunConfig, target: ModelConfig) -> Kind:
@@ -78,13 +73,9 @@ class Kind(abc.ABC):
         return shapes_of(self.build)
 
     def vocabulary(self, chosen: Int[np.ndarray, " dv"]) -> Int[np.ndarray, " ids"]:
-        """Returns the draft vocabulary in target ids.
+        """Returns the draft vocabulary in target ids: what `extract` chose.
 
-        Args:
-            chosen: the vocabulary that `extract` chose.
-
-        Raises:
-            ValueError: another size than the head's.
+        Raises ValueError: another size than the head's.
         """
         size = self.shape.draft_vocab_size
         if len(chosen) != size:
@@ -92,60 +83,47 @@ class Kind(abc.ABC):
         return chosen
 
     def new(self, seed: int, rows: Float[Array, "dv h"]) -> Any:
-        """Initialises a head; an LM head of its own starts as the target's.
-
-        Args:
-            rows: the target's LM head at the draft vocabulary.
-        """
+        """Initialises a head; an LM head of its own starts as the target's rows of the draft vocabulary."""
         head = self.build(nnx.Rngs(seed))
         if hasattr(head, "lm_head"):
             head.lm_head[...] = rows.astype(jnp.float32)
         return head
 
     def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
-        """Loads the head to begin with.
+        """Loads the head to begin with from the folder of an exported one.
 
-        Args:
-            source: folder of an exported head.
-
-        Raises:
-            ValueError: this kind has no such beginning, or a head of another kind or shape.
+        Raises ValueError: this kind has no such beginning, or a head of another kind or shape.
         """
         raise ValueError(f"train.warm_start: got {str(source)!r}, expected null for draft.kind {self.name!r}")
 
     @abc.abstractmethod
-    def loss(
-        self,
-        head: Any,
-        teacher: Teacher,
-        batch: Batch,
-        step: Int[Array, ""],
-        divisors: Int[Array, " steps"] | None = None,
-    ) -> tuple[Float[Array, ""], Sums]:
+    def loss(self, head: Any, teacher: Teacher, batch: Batch, step: Step, divisors: Divisors = None) -> Loss:
         """Computes the loss at an optimizer step, and sums for `metrics.summarise`.
 
-        Args:
-            divisors: the `divisors` of the batch that this is a part of; None where it is the whole.
+        `divisors` are the `loss_divisors` of the batch that this is a part of; None where it is the whole. A kind whose
+        divisor depends on its head refuses `train.accumulate` in `of`.
         """
-
-    def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
-        """Counts the divisors of a whole batch's loss: with them the losses of its parts add up to it.
-
-        A kind whose divisor depends on its head refuses `train.accumulate` in `of`.
-        """
-        return loss_divisors(batch, self.train)
 
     @abc.abstractmethod
     def evaluate(self, head: Any, teacher: Teacher, batch: Batch) -> Sums:
         """Computes the sums of `loss`, the loss itself as `loss`, and those of `replay.replay`."""
 
     def draft(self, head: Any, output_rows: Float[Array | np.ndarray, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
-        """Returns the trained head as the engine drafts with it.
-
-        Args:
-            output_rows: the target's LM head, which is the head's where it has none of its own.
-        """
+        """Returns the trained head as the engine drafts with it; `output_rows` is the LM head where it has none."""
         head = jax.tree.map(jnp.asarray, head)
         if not hasattr(head, "lm_head"):
             head.lm_head = nnx.Param(jnp.asarray(output_rows, head.dtype))
         return Draft(head, token_ids)
+
+
+def named(name: str) -> type[Kind] | None:
+    """Returns how heads of a kind are trained; None: they are not."""
+    training = KINDS[name].training
+    return None if training is None else pkgutil.resolve_name(training)
+
+
+def kind_of(config: RunConfig, target: ModelConfig) -> Kind:
+    """Makes the kind of head that `config.draft` names. Raises ValueError: the target does not fit it."""
+    kind = named(config.draft.kind)
+    assert kind is not None, "the config names a kind that is trained"
+    return kind.of(config, target)

@@ -21,8 +21,8 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft, ShapeOfModel
 from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.training.batch import Batch, Teacher
-from eagle3_jax.training.kinds.kind import Kind, Sums
-from eagle3_jax.training.losses import states_loss
+from eagle3_jax.training.kinds.kind import Kind, Step
+from eagle3_jax.training.losses import Divisors, Loss, Sums, states_loss
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
@@ -60,14 +60,7 @@ class Mtp(Kind):
         del head.lm_head
         return Draft(head, draft.token_ids)
 
-    def loss(
-        self,
-        head: MtpHead,
-        teacher: Teacher,
-        batch: Batch,
-        step: Int[Array, ""],
-        divisors: Int[Array, " steps"] | None = None,
-    ) -> tuple[Float[Array, ""], Sums]:
+    def loss(self, head: MtpHead, teacher: Teacher, batch: Batch, step: Step, divisors: Divisors = None) -> Loss:
         """See `Kind`."""
         states = self._states(head, teacher, batch, self.train.remat)
         return states_loss(None, states, teacher, batch, self.train, None, divisors)
