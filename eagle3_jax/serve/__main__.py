@@ -1,7 +1,6 @@
 """`python -m eagle3_jax.serve`: a server of OpenAI's API over the engine.
 
-It answers /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream; /health and /metrics tell its
-state. It listens at once, and answers 503 until it has loaded and warmed up. SIGTERM and Ctrl-C end it once the running
+It listens at once, and answers 503 until it has loaded and warmed up. SIGTERM and Ctrl-C end it once the running
 requests are answered, and at once while it starts.
 """
 
@@ -26,9 +25,8 @@ from eagle3_jax.formats.packaged import chosen_draft
 from eagle3_jax.mesh import make_mesh, own_replica, row_processes
 from eagle3_jax.models.checkpoint.fetch import keep_programs, load_target
 from eagle3_jax.runs import command, machine, processes, progress
-from eagle3_jax.serve import host_check
 from eagle3_jax.serve.flags import configure
-from eagle3_jax.serve.listen import address, api_keys, bind
+from eagle3_jax.serve.listen import address, api_keys, bind, check_hosts
 
 _ENDING = 5.0  # seconds for the engine to end after the stop
 
@@ -36,14 +34,11 @@ _ENDING = 5.0  # seconds for the engine to end after the stop
 def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> EnginePool:
     """Loads an engine for each row of the mesh and warms them up, in the background as soon as they can answer.
 
-    Raises ValueError as `Engine.load` does.
-
-    Args:
-        say: receives one line for each stage.
+    `say` receives one line for each stage. Raises ValueError as `Engine.load` does.
     """
     start = time.monotonic()
     settings, trees = config.serve, config.serve.trees
-    host_check.check(config)
+    check_hosts(config)
     if settings.warm_up_folder is None:
         folder = keep_programs(small=True)
     else:
@@ -80,13 +75,11 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
 
 def run(config: RunConfig) -> None:
     """Serves until SIGTERM or Ctrl-C; of several processes the first one does."""
-    settings = config.serve
     if processes.index() > 0:
-        pool = load(config)
-        follow(pool.engines, row_processes(make_mesh(config.mesh)))
+        follow(load(config).engines, row_processes(make_mesh(config.mesh)))
         return
-    keys = api_keys(settings)
-    with bind(settings) as place:
+    keys = api_keys(config.serve)
+    with bind(config.serve) as place:
         _serve(config, keys, place)
 
 
@@ -130,8 +123,7 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
         while pool.running and time.monotonic() < end:
             time.sleep(0.05)
         if pool.running:  # its thread would keep the process alive for ever
-            lost = "eagle3_jax.serve: the device does not answer; what it was asked is lost"
-            print(lost, file=sys.stderr, flush=True)
+            command.write("eagle3_jax.serve: the device does not answer; what it was asked is lost")
             os._exit(1)
         if pool.compiling is not None:  # nobody waits for a compilation
             raise command.Stopped

@@ -14,7 +14,7 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.request import Output, Piece, QueueFullError, Request
-from eagle3_jax.serve.errors import ApiError, stops
+from eagle3_jax.serve.bodies import ApiError, stops
 from eagle3_jax.serve.limits import queue_full
 from eagle3_jax.serve.metrics import Metrics
 
@@ -22,22 +22,19 @@ _log = logging.getLogger(__name__)
 _access = logging.getLogger("uvicorn.error")  # shown where `serve.access_log` is on, see `startup.http_settings`
 
 
+AnyEngine = Engine | EnginePool
+
+
 def submit(
-    engine: Engine | EnginePool,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    count: int,
-    deadline: float,
-    **options: bool,
+    engine: AnyEngine, prompts: Sequence[list[int]], params: SamplingParams, count: int, until: float, **options: bool
 ) -> list[Request]:
-    """Submits all answers to some prompts, or none. Slow: call it outside the event loop's thread.
+    """Submits `count` answers to each prompt, or none at all. Slow: call it outside the event loop's thread.
 
     Args:
-        count: answers to each prompt. deadline: on the clock of time.monotonic.
+        until: deadline on the clock of time.monotonic.
         **options: `drafts` and `adapt`, see `Engine.submit`.
 
-    Raises:
-        ApiError: the queue is full. ValueError: the engine refuses a prompt or the parameters.
+    Raises ApiError: the queue is full. ValueError: the engine refuses a prompt or the parameters.
     """
     requests: list[Request] = []
     try:
@@ -45,7 +42,7 @@ def submit(
         for ids in prompts:
             key = tuple(ids)
             for _ in range(count):
-                left = max(deadline - time.monotonic(), 1e-3)
+                left = max(until - time.monotonic(), 1e-3)
                 requests.append(engine.submit(ids, params, timeout=left, sample=samples[key], **options))
                 samples[key] += 1  # equal prompts draw further samples
     except BaseException as error:
@@ -56,18 +53,18 @@ def submit(
     return requests
 
 
-async def submitted(engine: Engine | EnginePool, submitting: concurrent.futures.Future[list[Request]]) -> list[Request]:
+async def submitted(engine: AnyEngine, submitting: concurrent.futures.Future[list[Request]]) -> list[Request]:
     """Awaits a `submit` in another thread; a cancelled wait aborts its requests."""
+
+    def abort(done: concurrent.futures.Future[list[Request]]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            engine.abort(*done.result())
+
     try:
         return await asyncio.wrap_future(submitting)
     except asyncio.CancelledError:
-        submitting.add_done_callback(lambda done: _abort(engine, done))
+        submitting.add_done_callback(abort)
         raise
-
-
-def _abort(engine: Engine | EnginePool, done: concurrent.futures.Future[list[Request]]) -> None:
-    if not done.cancelled() and done.exception() is None:
-        engine.abort(*done.result())
 
 
 class Answers:
@@ -75,24 +72,22 @@ class Answers:
 
     A task for each answer takes its pieces at the engine's pace, however slowly the client reads; pieces that wait for
     the client are bounded by the longest answer. Leaving the context aborts unfinished answers.
+
+    Args:
+        tasks: running tasks of the whole server.
+        count: answers to each prompt.
+        arrived: time of the HTTP request, on the clock of time.monotonic.
     """
 
     def __init__(
         self,
-        engine: Engine | EnginePool,
+        engine: AnyEngine,
         metrics: Metrics,
         tasks: set[asyncio.Task[None]],
         requests: Sequence[Request],
         count: int,
         arrived: float,
     ) -> None:
-        """Starts the tasks.
-
-        Args:
-            tasks: running tasks of the whole server.
-            requests: from `submit`.
-            count: answers to each prompt. arrived: time of the HTTP request, on the clock of time.monotonic.
-        """
         self.requests, self.count = requests, count
         self._engine, self._metrics, self._arrived = engine, metrics, arrived
         self._news: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: a reader failed
@@ -100,7 +95,6 @@ class Answers:
             task = asyncio.create_task(self._take(index, request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-            task.add_done_callback(self._note_failure)
 
     async def __aenter__(self) -> Answers:
         return self
@@ -122,11 +116,15 @@ class Answers:
         """Ends the answers with the tokens that they have."""
         self._engine.abort(*[request for request in self.requests if not request.done])
 
+    async def wait(self) -> None:
+        """Waits for the end of all answers. Raises as `pieces` does."""
+        async for _ in self.pieces():
+            pass
+
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yields pieces of all answers as they arrive; the last one of each answer has a finish reason.
 
-        Raises:
-            ApiError: see `check`; also if the task that takes an answer's pieces failed.
+        Raises ApiError: an answer ended by timeout, abortion or an error; the task that takes its pieces failed.
         """
         left = len(self.requests)
         while left:
@@ -135,8 +133,13 @@ class Answers:
                 raise ApiError(500, "request: the server failed; its log says why", code="internal_error")
             index, piece = news
             if piece.finish_reason is not None:
-                self.check(index)
                 left -= 1
+            if piece.finish_reason == "timeout":
+                raise ApiError(504, "request: got no whole answer in the time that this server gives", code="timeout")
+            if piece.finish_reason == "abort":
+                raise stops()
+            if piece.finish_reason == "error":
+                raise ApiError(500, f"request: {self.output(index).error}", code="engine_error")
             yield index, piece
 
     def output(self, index: int) -> Output:
@@ -145,48 +148,30 @@ class Answers:
         assert output is not None
         return output
 
-    def check(self, index: int) -> None:
-        """Raises ApiError for an answer that ended by timeout, abortion or an error."""
-        output = self.output(index)
-        if output.finish_reason == "timeout":
-            raise ApiError(504, "request: got no whole answer in the time that this server gives", code="timeout")
-        if output.finish_reason == "abort":
-            raise stops()
-        if output.finish_reason == "error":
-            raise ApiError(500, f"request: {output.error}", code="engine_error")
-
     def usage(self, written: int | None = None) -> dict[str, Any]:
-        """Counts tokens in OpenAI's shape; a prompt counts once, however many answers it has.
+        """Counts tokens in OpenAI's shape, of the answers so far `written`; None, for finished answers, is all of them.
 
-        Args:
-            written: tokens of the answers so far; None, for finished answers, is all of them.
+        A prompt counts once, however many answers it has.
         """
         prompts = self.requests[:: self.count]
         read = sum(len(request.ids) for request in prompts)
         if written is None:
             written = sum(len(self.output(index).token_ids) for index in range(len(self.requests)))
-        cached = sum(request.cached for request in prompts)
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        details = {"cached_tokens": sum(request.cached for request in prompts)}
+        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return usage | {"prompt_tokens_details": details}
 
     async def _take(self, index: int, request: Request) -> None:
         before = None
-        async for piece in request:
-            now = time.monotonic()
-            if piece.token_ids and before is None:
-                self._metrics.began(now - self._arrived)
-            self._metrics.delivered(len(piece.token_ids), None if before is None else now - before)
-            before = now if piece.token_ids else before
-            self._news.put_nowait((index, piece))
-        self._metrics.ended(self.output(index))
-
-    def _note_failure(self, task: asyncio.Task[None]) -> None:
-        """Wakes the reader when a task failed, since no further piece will arrive."""
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is not None:
-            _log.error("reading an answer's pieces failed", exc_info=error)
-            self._news.put_nowait(None)
+        try:
+            async for piece in request:
+                now = time.monotonic()
+                if piece.token_ids and before is None:
+                    self._metrics.began(now - self._arrived)
+                self._metrics.delivered(len(piece.token_ids), None if before is None else now - before)
+                before = now if piece.token_ids else before
+                self._news.put_nowait((index, piece))
+            self._metrics.ended(self.output(index))
+        except (Exception, asyncio.CancelledError):
+            _log.exception("reading an answer's pieces failed")
+            self._news.put_nowait(None)  # no further piece will arrive

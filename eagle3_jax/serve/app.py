@@ -10,7 +10,6 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from starlette.applications import Starlette
@@ -30,8 +29,17 @@ from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.request import Request as EngineRequest
 from eagle3_jax.serve import protocol
 from eagle3_jax.serve.answers import Answers, submit, submitted
-from eagle3_jax.serve.bodies import DONE, ChatShape, CompletionShape, Envelope, Tokens, sent_event, shown_drafts
-from eagle3_jax.serve.errors import ApiError
+from eagle3_jax.serve.bodies import (
+    DONE,
+    ApiError,
+    ChatShape,
+    CompletionShape,
+    Envelope,
+    Shape,
+    Tokens,
+    sent_event,
+    shown_drafts,
+)
 from eagle3_jax.serve.limits import Gate, Rate, read_body
 from eagle3_jax.serve.metrics import Metrics
 
@@ -48,25 +56,19 @@ _log = logging.getLogger(__name__)
 
 
 def make_app(
-    pool: EnginePool,
-    model: str,
-    settings: ServeConfig,
-    keys: Sequence[str] = (),
-    defaults: Mapping[str, Any] = MappingProxyType({}),
+    pool: EnginePool, model: str, settings: ServeConfig, keys: Sequence[str] = (), defaults: dict | None = None
 ) -> Starlette:
     """Makes the ASGI application.
 
+    Its `state` has `answering`, which counts the requests that are being answered, and `end_answers`, which ends them
+    and all later ones with an error.
+
     Args:
         pool: used by this application alone; warmed up, at least so far that no request waits for a compilation.
-        model: the model's name for clients.
         keys: accepted API keys; empty turns authentication off.
         defaults: sampling parameters of requests that leave them out, see `decoding.defaults`.
-
-    Returns:
-        The application. Its `state` has `answering`, which counts the requests that are being answered, and
-        `end_answers`, which ends them and all later ones with an error.
     """
-    server = _Server(pool, model, settings, defaults)
+    server = _Server(pool, model, settings, defaults or {})
     api = [
         Route("/chat/completions", server.chat, methods=["POST"]),
         Route("/completions", server.complete, methods=["POST"]),
@@ -87,7 +89,7 @@ def make_app(
             Route("/metrics", server.metrics_text),
         ],
         middleware=[Middleware(_Count, server.metrics), *cors],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected},
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _failed),
         lifespan=server.lifespan,
     )
     app.state.answering, app.state.end_answers = server.answering, server.end_answers
@@ -133,7 +135,6 @@ class _Server:
         return await self._answer(request, protocol.Completion, CompletionShape(self._tokens))
 
     async def page(self, _: Request) -> Response:
-        """Serves the page that shows drafts; it sends requests to this server only."""
         return Response(_PAGE, media_type="text/html", headers=_PAGE_HEADERS)
 
     async def models(self, request: Request) -> Response:
@@ -146,7 +147,6 @@ class _Server:
         return JSONResponse(entry)
 
     async def tokenize(self, request: Request) -> Response:
-        """Counts a prompt's tokens, as vLLM does."""
         body = protocol.read_text(await self._read(request))
         self._check_model(body.model)
         try:
@@ -155,11 +155,7 @@ class _Server:
             ids = await asyncio.wrap_future(self._encoder.submit(body.encode, self.pool, body.prompts[0]))
         except ValueError as error:
             raise protocol.refusal(error, body.field) from error
-        named = (body.model_extra or {}).get("return_token_strs")
-        names = self.pool.tokenizer.convert_ids_to_tokens(ids) if named else None
-        return JSONResponse(
-            {"count": len(ids), "max_model_len": self.pool.max_length, "tokens": ids, "token_strs": names}
-        )
+        return JSONResponse({"count": len(ids), "max_model_len": self.pool.max_length, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         body = protocol.parse(protocol.Tokens, await self._read(request))
@@ -185,9 +181,7 @@ class _Server:
     async def metrics_text(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _answer(
-        self, request: Request, kind: type[protocol.RequestBody], shape: ChatShape | CompletionShape
-    ) -> Response:
+    async def _answer(self, request: Request, kind: type[protocol.RequestBody], shape: Shape) -> Response:
         settings, arrived = self.settings, time.monotonic()
         body = protocol.read(kind, await self._read(request))
         self._check_model(body.model)
@@ -206,11 +200,11 @@ class _Server:
             answers.abort()
         envelope = Envelope(shape, self.model)
         if body.stream:
-            events = _events(answers, shape, envelope, body)
+            events = _events(answers, envelope, body)
             return _EventStream(answers, events, settings.client_timeout)
         async with answers:
             gone = asyncio.ensure_future(request.receive())  # the only message after a body is the disconnection
-            ended = asyncio.ensure_future(_whole(answers))
+            ended = asyncio.ensure_future(answers.wait())
             try:
                 await asyncio.wait({gone, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not ended.done():
@@ -237,19 +231,13 @@ class _Server:
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def _whole(answers: Answers) -> None:
-    async for _ in answers.pieces():
-        pass
-
-
-async def _events(
-    answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, body: protocol.RequestBody
-) -> AsyncIterator[bytes]:
+async def _events(answers: Answers, envelope: Envelope, body: protocol.RequestBody) -> AsyncIterator[bytes]:
     """Yields the events of a stream; if an answer fails, the last event is the error.
 
     The events that open answers wait for the first token, as vLLM's do: clients take the first event's time for its.
     """
-    more: dict[str, Any] = {"usage": None} if body.wants_usage else {}
+    shape, options = envelope.shape, body.options
+    more: dict[str, Any] = {"usage": None} if options.include_usage else {}
     written = 0
     prompts = {index: request.ids for index, request in enumerate(answers.requests)} if body.return_token_ids else {}
     openings = [shape.opening(index) for index in range(len(answers.requests))]
@@ -259,22 +247,23 @@ async def _events(
             if piece.text or piece.token_ids or piece.finish_reason:
                 for number, opening in enumerate(openings):
                     if opening is not None:
-                        prompt = shape.prompt_of_body(prompts[0]) if prompts and number == 0 else {}
-                        yield envelope.event(opening, **more, **prompt)
+                        first = prompts and shape.prompt_beside and number == 0
+                        yield envelope.event(opening, **more, **({"prompt_token_ids": prompts[0]} if first else {}))
                 openings = []
-                if body.continuous_usage:
+                if options.include_usage and options.continuous_usage_stats:
                     more = {"usage": answers.usage(written)}
                 choice = shape.part(index, piece)
-                if body.shows_drafts:
+                if options.include_drafts:
                     choice["drafts"] = shown_drafts(shape.tokens, piece)
                 if body.return_token_ids:  # the prompt's in the first event of a choice
                     choice["token_ids"] = piece.token_ids
-                    choice |= shape.prompt_of_choice(prompts.pop(index)) if index in prompts else {}
+                    if index in prompts and not shape.prompt_beside:
+                        choice["prompt_token_ids"] = prompts.pop(index)
                 yield envelope.event(choice, **more)
-        if body.wants_usage:
+        if options.include_usage:
             yield envelope.event(usage=answers.usage())
     except ApiError as error:
-        yield sent_event(error.body())
+        yield sent_event(error.body)
     yield DONE
 
 
@@ -323,15 +312,9 @@ class _Count:
             raise
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}").response()
-
-
-async def _unexpected(_: Request, error: Exception) -> Response:
-    return ApiError(500, "the server failed; its log says why", code="internal_error").response()
+async def _failed(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "the server failed; its log says why", code="internal_error")
+    return error.response

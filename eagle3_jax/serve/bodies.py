@@ -1,24 +1,23 @@
-"""Response bodies in OpenAI's shapes: whole answers, and the events of a stream."""
+"""Response bodies in OpenAI's shapes: whole answers, the events of a stream, and errors."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from eagle3_jax.decoding.request import Logprob, Output, Piece
 from eagle3_jax.models.chat_template import special_tokens
 
 
 class Tokens:
-    """Conversion of single tokens to text and bytes.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-    """
+    """Converts single tokens of a Hugging Face tokenizer to text and bytes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -71,6 +70,7 @@ class ChatShape:
     """The choices of /v1/chat/completions."""
 
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_beside = True  # vLLM has the prompt's token ids beside the choices, as all of them answer the same
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -93,13 +93,6 @@ class ChatShape:
         delta = ({"content": piece.text} if piece.text else {}) | _reasoning(piece)
         logprobs = self._logprobs(piece.logprobs)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
-
-    def prompt_of_body(self, ids: list[int]) -> dict[str, Any]:
-        """Where vLLM has the prompt's token ids: beside the choices, as all of them answer the same."""
-        return {"prompt_token_ids": ids}
-
-    def prompt_of_choice(self, ids: list[int]) -> dict[str, Any]:
-        return {}
 
     def _logprobs(self, logprobs: Sequence[Logprob] | None) -> dict[str, Any] | None:
         if logprobs is None:
@@ -127,6 +120,7 @@ class CompletionShape:
     """
 
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
+    prompt_beside = False  # but in each choice, as each may answer another prompt
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -141,18 +135,13 @@ class CompletionShape:
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
         return self._choice(index, piece.reasoning + piece.text, piece.logprobs, piece.finish_reason)
 
-    def prompt_of_body(self, ids: list[int]) -> dict[str, Any]:
-        return {}
-
-    def prompt_of_choice(self, ids: list[int]) -> dict[str, Any]:
-        """Where vLLM has the prompt's token ids: in each choice, as each may answer another prompt."""
-        return {"prompt_token_ids": ids}
-
     def _choice(self, index: int, text: str, logprobs: Sequence[Logprob] | None, reason: str | None) -> dict[str, Any]:
-        found = None if logprobs is None else self._logprobs(index, logprobs)
+        found = self._logprobs(index, logprobs)
         return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
 
-    def _logprobs(self, index: int, logprobs: Sequence[Logprob]) -> dict[str, Any]:
+    def _logprobs(self, index: int, logprobs: Sequence[Logprob] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
         tokens, offsets = [], []
         for found in logprobs:
             text, raw = self.tokens.show(found.token_id)
@@ -167,28 +156,31 @@ class CompletionShape:
         }
 
 
+Shape = ChatShape | CompletionShape
+
+
 class Envelope:
     """The fields around the choices, equal in all events of one response."""
 
-    def __init__(self, shape: ChatShape | CompletionShape, model: str) -> None:
-        self._shape = shape
+    def __init__(self, shape: Shape, model: str) -> None:
+        self.shape = shape
         self._common = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(
         self, outputs: Sequence[Output], usage: dict[str, Any], prompts: Sequence[list[int]] | None = None
     ) -> dict[str, Any]:
         """Makes a response. With `prompts`, those of the outputs, it has their token ids and the outputs'."""
-        choices = [self._shape.whole(index, output) for index, output in enumerate(outputs)]
-        body = self._common | {"object": self._shape.object, "choices": choices, "usage": usage}
+        choices = [self.shape.whole(index, output) for index, output in enumerate(outputs)]
+        body = self._common | {"object": self.shape.object, "choices": choices, "usage": usage}
         if prompts is not None:
             for choice, output, prompt in zip(choices, outputs, prompts, strict=True):
-                choice |= {"token_ids": output.token_ids} | self._shape.prompt_of_choice(prompt)
-            body |= self._shape.prompt_of_body(prompts[0])
+                choice["token_ids"] = output.token_ids
+                (body if self.shape.prompt_beside else choice)["prompt_token_ids"] = prompt
         return body
 
     def event(self, *choices: dict[str, Any], **more: Any) -> bytes:
         """Makes a server-sent event."""
-        return sent_event(self._common | {"object": self._shape.chunk, "choices": list(choices)} | more)
+        return sent_event(self._common | {"object": self.shape.chunk, "choices": list(choices)} | more)
 
 
 def sent_event(body: dict[str, Any]) -> bytes:
@@ -196,3 +188,34 @@ def sent_event(body: dict[str, Any]) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A refused or failed request; `body` is its error in OpenAI's shape.
+
+    Args:
+        param: the wrong field.
+        code: for programs.
+        wait: seconds until a retry is useful; None gives no hint.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        wait: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        headers = {} if wait is None else {"Retry-After": str(max(1, math.ceil(wait)))}
+        self.response = JSONResponse(self.body, status, headers)
+
+
+def stops() -> ApiError:
+    return ApiError(503, "request: aborted, the server stops", code="aborted", wait=1.0)

@@ -50,12 +50,10 @@ _SHOWN = {
 # SGLang's algorithm -> the draft where none is named; None keeps the configured one. The checkpoint of a named draft
 # tells its kind: a head of EAGLE-2, EAGLE-3, DFlash, DFlash2 or DSpark, or a model.
 _ALGORITHM = "--speculative-algorithm"
-_STANDALONE = kinds.named("model").algorithm
 _ALGORITHMS = {kind.algorithm: kind.name if in_target(kind.name) else None for kind in kinds.every()}
 _ALGORITHMS |= {"EAGLE": _ALGORITHMS["NEXTN"], "NGRAM": LOOKUP}
 # Sized by one flag, the block with its anchor.
 _BLOCKS = tuple(dict.fromkeys(kind.algorithm for kind in kinds.every() if issubclass(kind.network, OnePassHead)))
-_WITHOUT_CHECKPOINT = ("NEXTN", "NGRAM")
 # Flags of other servers -> the option that replaces them here.
 _ELSEWHERE = {
     "--api-key": "--serve.api-key-variable, the name of an environment variable, or --serve.api-key-file",
@@ -69,10 +67,8 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
 
     Exits with status 2 and a sentence when they are refused.
     """
-    said = (
-        "A server of OpenAI's API over the engine, such as --target smollm2-135m-instruct --port 8000. Other servers'"
-    )
-    said += f" names of the fields below work too: {', '.join(flag for flag in _FLAGS if flag not in _SHOWN)}."
+    said = "A server of OpenAI's API over the engine, such as --target smollm2-135m-instruct --port 8000. Other "
+    said += f"servers' names of the fields below work too: {', '.join(flag for flag in _FLAGS if flag not in _SHOWN)}."
     parser = Parser("serve", said, ("target", "mesh", "serve"))
     parser.add_argument("--config", help="YAML run file, see configs/; or name a --target")
     for flag, field in _FLAGS.items():
@@ -90,11 +86,7 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
 
 
 def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, Any], names: Collection[str]) -> RunConfig:
-    """Reads the configuration and applies the flags. Raises ConfigError.
-
-    Args:
-        names: those of the flags, for hints.
-    """
+    """Reads the configuration and applies the flags, whose names hints may need. Raises ConfigError."""
     if overrides and not overrides[0].startswith("-"):
         raise ConfigError(f"got {overrides[0]!r} without a flag, expected --target {overrides[0]}")
     for word in overrides:
@@ -105,12 +97,10 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, Any
     elif "target.name" not in given:
         raise ConfigError("--config, --target: got neither, expected one of them")
     else:
-        alone = {"run_dir": ".", "serve": {"draft": AUTO}}
-        config = run_file.with_overrides(alone, overrides, names)
+        config = run_file.with_overrides({"run_dir": ".", "serve": {"draft": AUTO}}, overrides, names)
     values = run_file.to_dict(config)
     adapt = given.pop(_ADAPT, None)
-    if values["serve"]["adapt"] is None:
-        values["serve"]["adapt"] = adapt
+    values["serve"]["adapt"] = values["serve"]["adapt"] or adapt
     algorithm = given.pop(_ALGORITHM, None)
     if algorithm is not None:
         values["serve"]["draft"] = _drafts_by(algorithm, given.pop("serve.draft", config.serve.draft))
@@ -135,21 +125,16 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, Any
 
 
 def _drafts_by(algorithm: str, draft: str | None) -> str | None:
-    """Returns `serve.draft` under one of SGLang's algorithms. Raises ConfigError.
-
-    Args:
-        draft: the configured one.
-    """
+    """Returns `serve.draft`, configured as `draft`, under one of SGLang's algorithms. Raises ConfigError."""
     if algorithm not in _ALGORITHMS:
         raise ConfigError(f"{_ALGORITHM}: got {algorithm}, expected one of {', '.join(_ALGORITHMS)}")
     own = _ALGORITHMS[algorithm]
     if draft in (None, AUTO):
-        if algorithm == _STANDALONE:
-            raise ConfigError(
-                f"{_ALGORITHM} {algorithm}: got no --speculative-draft-model-path, expected a smaller model"
-            )
+        if algorithm == kinds.named("model").algorithm:
+            got = "got no --speculative-draft-model-path"
+            raise ConfigError(f"{_ALGORITHM} {algorithm}: {got}, expected a smaller model")
         return own or draft
-    takes_checkpoint = algorithm not in _WITHOUT_CHECKPOINT
+    takes_checkpoint = algorithm not in ("NEXTN", "NGRAM")
     if draft != own and not (takes_checkpoint and draft not in (LOOKUP, "none") and not in_target(draft)):
         expected = "the folder or name of a checkpoint" if takes_checkpoint else f"none: it drafts with {own!r}"
         raise ConfigError(f"{_ALGORITHM} {algorithm}: got the draft {draft}, expected {expected}")

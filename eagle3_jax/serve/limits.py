@@ -13,15 +13,11 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from eagle3_jax.serve.errors import ApiError
+from eagle3_jax.serve.bodies import ApiError
 
 
 class Rate:
-    """A token bucket for each client, which holds one minute's requests.
-
-    Args:
-        per_minute: requests a minute; None is no limit.
-    """
+    """A token bucket for each client, which holds the requests of one minute; `per_minute` None is no limit."""
 
     def __init__(self, per_minute: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute, self._clock = per_minute, clock
@@ -42,11 +38,9 @@ class Rate:
 
 
 class Gate:
-    """Refuses requests before their body is read: without a key, above the rate, or above the queue's limit.
+    """Refuses requests before their body is read: without one of the keys, above the rate, or beyond `most` at once.
 
-    Args:
-        keys: accepted API keys; empty turns authentication off.
-        most: largest number of concurrent requests.
+    Without `keys` authentication is off.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], rate: Rate, most: int) -> None:
@@ -59,11 +53,11 @@ class Gate:
             client = self._client(scope)
             if scope["method"] == "POST":  # other methods cost nothing
                 if wait := self._rate.take(client):
-                    raise ApiError(429, "requests: got too many in a minute", code="rate_limit", retry_after=wait)
+                    raise ApiError(429, "requests: got too many in a minute", code="rate_limit", wait=wait)
                 if self._inside >= self._most:
                     raise queue_full()
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope, receive, send)
             return
         self._inside += 1
         try:
@@ -84,7 +78,7 @@ class Gate:
 
 
 def queue_full() -> ApiError:
-    return ApiError(429, "queue: got more requests than may wait", code="queue_full", retry_after=1.0)
+    return ApiError(429, "queue: got more requests than may wait", code="queue_full", wait=1.0)
 
 
 async def read_body(request: Request, most: int, seconds: float) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import prometheus_client
@@ -19,8 +20,10 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 30
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
 _LENGTHS = (1.0, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8)
 
-# Metric -> field of `EngineStats`, and its text.
+# Metric -> field of `EngineStats` or of `EngineState._read`, and its text.
 _GAUGES = {
+    "batch_size": ("batch_size", "Requests that fit in the batch."),
+    "kv_cache_usage": ("usage", "Share of the pages that running requests hold."),
     "requests_running": ("running", "Requests in the batch."),
     "requests_waiting": ("waiting", "Requests in the queue."),
     "pages": ("pages", "Pages of the caches."),
@@ -30,10 +33,7 @@ _GAUGES = {
     "stalled_seconds": ("stalled", "Seconds since work last came back from the device; 0 while idle."),
     "adapt_tokens": ("adapt.tokens", "Tokens that the head learns from."),
     "adapt_loss": ("adapt.loss", "Loss of the latest training step."),
-    "adapt_tau_before": (
-        "adapt.tau_before",
-        "Tokens a round on held-back requests, of the head that drafted before the latest judgement.",
-    ),
+    "adapt_tau_before": ("adapt.tau_before", "Tokens a round on held-back requests, before the latest judgement."),
     "adapt_tau_after": ("adapt.tau_after", "The same of the head that drafts since."),
     "adapt_share": ("adapt.share", "Share of the engine's time for learning."),
 }
@@ -58,24 +58,14 @@ class EngineState(Collector):
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        stats = [engine.stats() for engine in self._engines]
-
-        def filled(family: Any, values: Iterable[float]) -> Metric:
-            for number, value in enumerate(values):
-                family.add_metric([str(number)], value)
-            return family
-
+        stats = [self._read(engine) for engine in self._engines]
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (field, text) in table.items():
                 if not field.startswith("adapt.") or all(one.adapt is not None for one in stats):
                     family = kind(f"eagle3_jax_{name}", text, labels=["replica"])
-                    yield filled(family, map(operator.attrgetter(field), stats))
-        sizes = (engine.batch_size for engine in self._engines)
-        fits = GaugeMetricFamily("eagle3_jax_batch_size", "Requests that fit in the batch.", labels=["replica"])
-        yield filled(fits, sizes)
-        text = "Share of the pages that running requests hold."
-        usage = GaugeMetricFamily("eagle3_jax_kv_cache_usage", text, labels=["replica"])
-        yield filled(usage, (1 - one.free_pages / one.pages for one in stats))
+                    for number, one in enumerate(stats):
+                        family.add_metric([str(number)], operator.attrgetter(field)(one))
+                    yield family
         labels = ["replica", "tier"]
         tiers = CounterMetricFamily("eagle3_jax_tier_dispatches", "Dispatches of rounds in a tier.", labels=labels)
         in_use = GaugeMetricFamily("eagle3_jax_tier_in_use", "1: the latest rounds ran in it.", labels=labels)
@@ -86,16 +76,17 @@ class EngineState(Collector):
         yield tiers
         yield in_use
 
+    @staticmethod
+    def _read(engine: Engine) -> Any:
+        stats = engine.stats()
+        usage = 1 - stats.free_pages / stats.pages
+        return types.SimpleNamespace(**vars(stats), batch_size=engine.batch_size, usage=usage)
+
 
 class Metrics:
-    """The metrics of one server.
-
-    Attributes:
-        registry: the collectors to export.
-    """
+    """The metrics of one server, in `registry`; its engines are the replicas."""
 
     def __init__(self, *engines: Engine) -> None:
-        """Args: engines: the replicas."""
         self.registry = prometheus_client.CollectorRegistry()
         self.registry.register(EngineState(engines))
         in_registry = {"registry": self.registry, "namespace": "eagle3_jax"}
@@ -104,24 +95,14 @@ class Metrics:
         self._tokens = counter("generated_tokens", "Tokens of answers; rate() of it is tokens/s.", **in_registry)
         self._ended = counter("requests_ended", "Requests by finish reason.", ["reason"], **in_registry)
         self._rounds = counter("rounds", "Rounds of requests that have ended.", **in_registry)
-        self._accepted = counter(
-            "drafts_accepted",
-            "Rounds (of `rounds`) that accepted the draft at a position.",
-            ["position"],
-            **in_registry,
-        )
-        self._first = histogram(
-            "time_to_first_token_seconds", "From a request's arrival.", buckets=_SECONDS, **in_registry
-        )
-        self._between = histogram(
-            "inter_token_seconds",
-            "Time between two deliveries, over the tokens of the later one; each token counts.",
-            buckets=_TOKEN_SECONDS,
-            **in_registry,
-        )
-        self._lengths = histogram(
-            "acceptance_length", "Tokens a round of each request, the bonus included.", buckets=_LENGTHS, **in_registry
-        )
+        text = "Rounds (of `rounds`) that accepted the draft at a position."
+        self._accepted = counter("drafts_accepted", text, ["position"], **in_registry)
+        text = "From a request's arrival."
+        self._first = histogram("time_to_first_token_seconds", text, buckets=_SECONDS, **in_registry)
+        text = "Time between two deliveries, over the tokens of the later one; each token counts."
+        self._between = histogram("inter_token_seconds", text, buckets=_TOKEN_SECONDS, **in_registry)
+        text = "Tokens a round of each request, the bonus included."
+        self._lengths = histogram("acceptance_length", text, buckets=_LENGTHS, **in_registry)
 
     def responded(self, path: str, status: int) -> None:
         """Counts an HTTP response; unknown paths share one label."""
@@ -132,11 +113,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def delivered(self, tokens: int, seconds: float | None) -> None:
-        """Counts a piece of an answer.
-
-        Args:
-            seconds: since the previous piece; None for the first one.
-        """
+        """Counts a piece of an answer; `seconds` since the previous one, None for the first."""
         self._tokens.inc(tokens)
         if seconds is not None:
             for _ in range(tokens):

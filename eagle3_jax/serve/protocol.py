@@ -19,7 +19,7 @@ from pydantic import Field, PlainValidator
 from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.prompt import Prompt
-from eagle3_jax.serve.errors import ApiError
+from eagle3_jax.serve.bodies import ApiError
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # strings, characters: every token is searched for all stop strings
 
@@ -90,11 +90,8 @@ def _prompts(value: Any) -> list[Any]:
 
 def _stops(value: Any) -> tuple[str, ...]:
     several = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(several, list)
-        or len(several) > MAX_STOPS
-        or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in several)
-    ):
+    fits = isinstance(several, list) and len(several) <= MAX_STOPS
+    if not fits or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in several):
         raise ValueError(f"a string or up to {MAX_STOPS} of them, each of 1 to {MAX_STOP_LENGTH} characters")
     return tuple(several)
 
@@ -114,12 +111,6 @@ def _calls(value: Any) -> list[dict[str, Any]] | None:
     return value
 
 
-def _no_call(value: Any) -> None:
-    """Refuses the older form of a call, which templates do not render."""
-    if value:
-        raise ValueError("nothing: use tool_calls")
-
-
 class Message(pydantic.BaseModel):
     """A turn of a conversation."""
 
@@ -129,7 +120,7 @@ class Message(pydantic.BaseModel):
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]] | None, PlainValidator(_calls)] = None
     tool_call_id: str | None = None
-    function_call: Annotated[None, PlainValidator(_no_call)] = None
+    function_call: None = None  # the older form of a call, which templates do not render
 
     @pydantic.model_validator(mode="after")
     def _speaks(self) -> Message:
@@ -140,45 +131,26 @@ class Message(pydantic.BaseModel):
 
 
 class StreamOptions(pydantic.BaseModel):
-    """Options of a streamed answer.
-
-    Attributes:
-        continuous_usage_stats: with `include_usage`, every event has the usage so far (vLLM's option).
-        include_drafts: every choice marks its tokens that were drafts, and shows the last round's drafts.
-    """
+    """Options of a streamed answer."""
 
     model_config = pydantic.ConfigDict(strict=True)
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_drafts: bool | None = None
-
-
-Stops = Annotated[tuple[str, ...], PlainValidator(_stops)]
-Prompts = Annotated[list[Any], PlainValidator(_prompts)]
+    continuous_usage_stats: bool | None = None  # with `include_usage`, every event has the usage so far (vLLM's option)
+    include_drafts: bool | None = None  # choices mark tokens that were drafts, and show the last round's drafts
 
 
 class RequestBody(pydantic.BaseModel):
-    """The common fields of both endpoints. None is a field's default.
-
-    Attributes:
-        field: name of the field with the prompt.
-        n: answers to each prompt.
-        temperature: by default the server's (`serve.generation_config`), else 1.0, as OpenAI's; the engine's own is 0.
-        seed: drawn by default, and for -1 (as in vLLM); equal seeds give equal answers.
-        drafts: false decodes without drafts, for comparison (`Engine.submit`).
-        adapt: false lets no head learn from the request (`serve.adapt`).
-        return_token_ids: the response has the token ids of the prompts and the answers, where vLLM has them.
-    """
+    """The common fields of both endpoints. None is a field's default."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    field: ClassVar[str]
+    field: ClassVar[str]  # name of the field with the prompt
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None  # answers to each prompt
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None  # the server's default, else OpenAI's 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -192,22 +164,27 @@ class RequestBody(pydantic.BaseModel):
         ]
         | None
     ) = None
-    seed: int | None = None
-    stop: Stops | None = None
+    seed: int | None = None  # drawn by default, and for -1 (as in vLLM); equal seeds give equal answers
+    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
-    drafts: bool | None = None
-    adapt: bool | None = None
-    return_token_ids: bool | None = None
+    drafts: bool | None = None  # false decodes without drafts, for comparison (`Engine.submit`)
+    adapt: bool | None = None  # false lets no head learn from the request (`serve.adapt`)
+    return_token_ids: bool | None = None  # of the prompts and the answers, where vLLM has them
+
+    @abc.abstractmethod
+    def encode(self, pool: EnginePool, prompt: Prompt) -> list[int]:
+        """Encodes one prompt. Raises ValueError: the chat template refuses it, or a token id is invalid."""
 
     @property
     @abc.abstractmethod
     def prompts(self) -> list[Prompt]:
         """The prompts, which are answered independently."""
 
+    @property
     @abc.abstractmethod
-    def encode(self, pool: EnginePool, prompt: Prompt) -> list[int]:
-        """Encodes one prompt. Raises ValueError: the chat template refuses it, or a token id is invalid."""
+    def requested_logprobs(self) -> int | None:
+        """Number of best tokens with log-probabilities, beside each token's own; None: no log-probabilities."""
 
     @property
     def answers(self) -> int:
@@ -215,29 +192,16 @@ class RequestBody(pydantic.BaseModel):
         return self.n or 1
 
     @property
-    def wants_usage(self) -> bool:
-        """True if the last event of a stream has the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """True if every event of a stream has the usage so far."""
-        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    @property
-    def shows_drafts(self) -> bool:
-        """True if the events of a stream describe drafts."""
-        return bool(self.stream_options and self.stream_options.include_drafts)
+    def options(self) -> StreamOptions:
+        """Options of the stream."""
+        return self.stream_options or StreamOptions()
 
     def params(self, longest: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Makes the sampling parameters of each answer.
+        """Makes the sampling parameters of each answer. Raises ApiError: the engine refuses one.
 
         Args:
             longest: default of `max_tokens`; the engine ends an answer at its context's end.
             defaults: of fields that the body leaves out; `max_tokens` limits every answer, as in vLLM.
-
-        Raises:
-            ApiError: the engine refuses a parameter.
         """
         fields = ("min_tokens", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         given = {field: getattr(self, field) for field in (*fields, "logit_bias", "stop", "ignore_eos")}
@@ -255,19 +219,9 @@ class RequestBody(pydantic.BaseModel):
         except ValueError as error:
             raise refusal(error) from error
 
-    @property
-    @abc.abstractmethod
-    def requested_logprobs(self) -> int | None:
-        """Number of best tokens with log-probabilities, beside each token's own; None: no log-probabilities."""
-
 
 class Chat(RequestBody):
-    """The body of /v1/chat/completions.
-
-    Attributes:
-        chat_template_kwargs: variables of the chat template, as in vLLM and SGLang.
-        tools: definitions that the chat template renders. A call stays in the text, so `tool_choice` must be "none".
-    """
+    """The body of /v1/chat/completions. The template renders `tools`; a call stays in the text."""
 
     field: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1), pydantic.FailFast()]
@@ -301,14 +255,10 @@ class Chat(RequestBody):
 
 
 class Completion(RequestBody):
-    """The body of /v1/completions.
-
-    Attributes:
-        add_special_tokens: let the tokenizer add its special tokens to a text prompt; true by default.
-    """
+    """The body of /v1/completions; `add_special_tokens` lets the tokenizer add its own to a text (the default)."""
 
     field: ClassVar[str] = "prompt"
-    prompt: Prompts
+    prompt: Annotated[list[Any], PlainValidator(_prompts)]
     add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -348,9 +298,10 @@ def read(kind: type[RequestBody], body: bytes) -> RequestBody:
             harmless, why = _REFUSED[field]
             ignored = (None, *harmless) if True in harmless else (None, False, *harmless)
             if value not in ignored:
-                raise _refused(field, value, f"nothing: {why}")
+                raise _refused(field, _short(value), f"nothing: {why}")
     if parsed.stream_options is not None and not parsed.stream:
-        raise _refused("stream_options", parsed.stream_options.model_dump(), "stream to be true with it")
+        got = _short(parsed.stream_options.model_dump())
+        raise _refused("stream_options", got, "stream to be true with it")
     return parsed
 
 
@@ -368,11 +319,7 @@ def parse(kind: type[_Body], body: bytes) -> _Body:
 
 
 def refusal(error: ValueError, prompt: str = "prompt") -> ApiError:
-    """Converts an engine's error, "field: got X, expected Y", into one of the API.
-
-    Args:
-        prompt: name of the prompt's field in the API.
-    """
+    """Converts an engine's error, "field: got X, expected Y"; `prompt` is the prompt's field in the API."""
     message = re.sub(r"^prompt\b", prompt, str(error))
     named = re.match(r"([\w.\[\]]+):", message)
     return ApiError(400, message, param=named[1] if named else None, code="invalid_value")
@@ -382,9 +329,9 @@ def _first(item: Any) -> ApiError:
     """Converts pydantic's first error in a body."""
     place, got = [str(part) for part in item["loc"]], _short(item["input"])
     if item["type"] == "json_invalid":
-        return _refused("body", None, f"JSON: {item['ctx']['error']}", got="something else")
+        return _refused("body", "something else", f"JSON: {item['ctx']['error']}")
     if item["type"] == "missing":
-        return _refused(".".join(place), None, "a value", got="nothing")
+        return _refused(".".join(place), "nothing", "a value")
     expected = item["msg"].removeprefix("Input should be ")
     if item["type"] == "value_error":
         expected, error = str(item["ctx"]["error"]), item["ctx"]["error"]
@@ -392,12 +339,11 @@ def _first(item: Any) -> ApiError:
             place, got, expected = place + error.place, error.got, error.expected
     if place[-1:] == ["[key]"]:
         expected = "token ids: " + expected
-    return _refused(".".join(place) or "body", None, expected, got=got)
+    return _refused(".".join(place) or "body", got, expected)
 
 
-def _refused(field: str, value: Any, expected: str, got: str | None = None) -> ApiError:
-    shown = _short(value) if got is None else got
-    return ApiError(400, f"{field}: got {shown}, expected {expected}", param=field, code="invalid_value")
+def _refused(field: str, got: str, expected: str) -> ApiError:
+    return ApiError(400, f"{field}: got {got}, expected {expected}", param=field, code="invalid_value")
 
 
 def _short(value: Any) -> str:

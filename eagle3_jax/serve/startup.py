@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle3_jax.config import ServeConfig
 from eagle3_jax.runs import command
-from eagle3_jax.serve.errors import ApiError, stops
+from eagle3_jax.serve.bodies import ApiError, stops
 
 # Seconds that an idle connection stays open. Clients must close first: a request in flight is lost if the server
 # closes. httpx, and OpenAI's client with it, closes after 5 (as uvicorn by default), Go after 90.
@@ -30,17 +30,15 @@ _RETRY = 5.0  # seconds between a client's polls during the start
 class Startup:
     """An ASGI application that stands in for another one until that is made.
 
-    Attributes:
-        stage: stage of the start, for /health and errors.
-        app: the made application; None during the start.
-        failure: the error that ended the start.
+    Args:
+        make: makes the application, in a separate thread.
+        ready: called when the application answers.
     """
 
     def __init__(self, make: Callable[[], Starlette], ready: Callable[[], object]) -> None:
-        """Args: make: makes the application, in a separate thread. ready: called when the application answers."""
-        self.stage = "loading"
+        self.stage = "loading"  # for /health and errors
         self.app: Starlette | None = None
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # ended the start
         self._make, self._ready = make, ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,13 +56,13 @@ class Startup:
             await (self.app or self._answer(scope))(scope, receive, note)
         except asyncio.CancelledError:  # the server ends, and the client is slow
             if not begun:
-                await stops().response()(scope, receive, send)
+                await stops().response(scope, receive, send)
 
     def _answer(self, scope: Scope) -> ASGIApp:
         if scope["path"] == "/health":
             return JSONResponse({"healthy": False, "starting": self.stage}, 503, {"Retry-After": f"{_RETRY:.0f}"})
         message = f"the server is starting ({self.stage}); /health returns 200 when it is ready"
-        return ApiError(503, message, code="starting", retry_after=_RETRY).response()
+        return ApiError(503, message, code="starting", wait=_RETRY).response
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Runs the lifespan of both applications."""

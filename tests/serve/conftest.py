@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -49,14 +49,12 @@ def engine(tmp_path_factory) -> Engine:
 
 
 @contextlib.contextmanager
-def _serving(
-    engine: Engine, keys: tuple[str, ...] = (), defaults: Mapping[str, Any] | None = None, **settings: Any
-) -> Iterator[Served]:
+def _serving(engine: Engine, keys: tuple[str, ...] = (), **settings: Any) -> Iterator[Served]:
     common: dict[str, Any] = {"port": 0, "queue_limit": 64, "draft": "none", "drain_timeout": 5}
     common |= {"batch_size": engine.batch_size}
     config = ServeConfig(**common | settings)
     place = serve.bind(config)
-    app = make_app(EnginePool([engine]), MODEL, config, keys, defaults or {})
+    app = make_app(EnginePool([engine]), MODEL, config, keys)
     server = uvicorn.Server(http_settings(app, config))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
     thread.start()

@@ -16,8 +16,7 @@ from eagle3_jax.decoding.request import Output, Piece, Request, Stats
 from eagle3_jax.serve import protocol
 from eagle3_jax.serve.answers import Answers, submit, submitted
 from eagle3_jax.serve.app import _events
-from eagle3_jax.serve.bodies import DONE, ChatShape, Envelope, Tokens
-from eagle3_jax.serve.errors import ApiError
+from eagle3_jax.serve.bodies import DONE, ApiError, ChatShape, Envelope, Tokens
 from eagle3_jax.serve.metrics import Metrics
 
 
@@ -138,7 +137,7 @@ def test_a_stream_opens_with_its_first_token():
         shape = ChatShape(Tokens(tiny.make_byte_tokenizer(None)))
         body = protocol.read(protocol.Chat, b'{"messages": [{"role": "user", "content": "a"}]}')
         answers = Waiting()
-        events = _events(answers, shape, Envelope(shape, "a"), body)
+        events = _events(answers, Envelope(shape, "a"), body)
         first = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0.05)
         assert not first.done()

@@ -51,20 +51,9 @@ def ask(browser, url: str, prompt: str, tokens: int, button: str) -> None:
     wait.until(lambda _: browser.execute_script("return document.body.dataset.state") == "done")
 
 
-def test_an_answer_streams_and_shows_what_was_drafted(browser, served):
-    ask(browser, served.url, "apple bird <b>cloud</b>", 40, "ask")
+def test_what_is_refused_and_what_cannot_be_is_said(browser, served):
+    ask(browser, served.url, "apple bird <b>cloud</b>", 4, "ask")
     wait = WebDriverWait(browser, PATIENCE)
-    messages = [{"role": "user", "content": "apple bird <b>cloud</b>"}]
-    output = served.client.chat.completions.create(model="org/tiny", messages=messages, temperature=0, max_tokens=40)
-    text = browser.find_element(By.CSS_SELECTOR, "#answers .text")
-    assert text.get_property("textContent") == output.choices[0].message.content
-    drafted = text.find_elements(By.CSS_SELECTOR, "span[data-depth]")
-    assert drafted and {span.get_attribute("data-depth") for span in drafted} <= {"1", "2", "3"}
-    share = round(100 * len(drafted) / output.usage.completion_tokens)
-    assert f"{share} % drafted" in browser.find_element(By.CSS_SELECTOR, "#answers .numbers").text
-    browser.find_element(By.CSS_SELECTOR, "#answers summary").click()
-    wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "#answers svg rect"))
-    assert len(browser.find_elements(By.CSS_SELECTOR, "#answers svg rect")) == 4  # the root and a chain of 3
     browser.find_element(By.ID, "compare").click()
     error = browser.find_element(By.ID, "error")
     wait.until(lambda _: error.is_displayed())

@@ -2,13 +2,10 @@
 
 import asyncio
 import collections
-import contextlib
 import copy
-import http.client
 import itertools
 import json
 import logging
-import math
 import pathlib
 import re
 import shlex
@@ -70,10 +67,13 @@ def test_a_chat_is_the_engine_s_answer(served):
 def test_a_stream_adds_up_to_the_whole_answer(served):
     asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0.9, "seed": 5, "max_tokens": 24, "n": 2}
     whole = served.client.chat.completions.create(**asked)
-    stream = list(served.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = list(served.client.chat.completions.create(**asked, stream=True, stream_options=options))
+    counts = [event.usage.completion_tokens for event in stream[2:]]
+    assert stream[0].usage is None and counts == sorted(counts) and len(set(counts)) > 2
     texts, reasons = ["", ""], [None, None]
     for event in stream[:-1]:
-        assert event.usage is None and event.id == stream[0].id and event.object == "chat.completion.chunk"
+        assert event.id == stream[0].id and event.object == "chat.completion.chunk"
         for choice in event.choices:
             assert reasons[choice.index] is None, "nothing comes behind the finish reason"
             texts[choice.index] += choice.delta.content or ""
@@ -118,15 +118,6 @@ def streamed(served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
 
 
-def test_every_event_counts_on_where_that_is_asked_for(served):
-    asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0.0, "max_tokens": 24, "stream": True}
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    events = list(served.client.chat.completions.create(**asked, stream_options=options))
-    counts = [event.usage.completion_tokens for event in events[1:]]
-    assert events[0].usage is None and counts == sorted(counts) and counts[-2:] == [24, 24]
-    assert len(set(counts)) > 2 and events[1].usage.prompt_tokens == events[-1].usage.prompt_tokens > 0
-
-
 @pytest.mark.slow
 def test_drafts_are_shown_to_who_asks_for_them(served):
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40, "stream": True, "ignore_eos": True}
@@ -148,14 +139,6 @@ def test_drafts_are_shown_to_who_asks_for_them(served):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "drafts")  # it has no choice
 
 
-def test_the_page_asks_nobody_else(served):
-    answer = served.http.get("/")
-    assert answer.headers["Content-Type"].startswith("text/html")
-    assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; ")
-    hosts = set(re.findall(r"https?://[^\"' ]+", answer.text))
-    assert hosts == {"http://www.w3.org/2000/svg"} and "innerHTML" not in answer.text
-
-
 @pytest.mark.slow
 def test_completions_of_several_prompts(served):
     prompts: Any = ["apple bird", "river snow"]
@@ -167,9 +150,6 @@ def test_completions_of_several_prompts(served):
     assert answer.usage.prompt_tokens == sum(map(len, ids))
     as_ids = served.client.completions.create(model=MODEL, prompt=ids, temperature=0, n=2, max_tokens=8)
     assert [choice.text for choice in as_ids.choices] == [choice.text for choice in answer.choices]
-    assert (
-        len(served.client.completions.create(model=MODEL, prompt="apple", temperature=0).choices[0].text.split()) <= 16
-    )
 
 
 def test_the_tokenizer_s_opening_is_left_out_for_who_asks_for_that(served, engine, monkeypatch):
@@ -184,55 +164,31 @@ def test_the_tokenizer_s_opening_is_left_out_for_who_asks_for_that(served, engin
     assert [answer.usage.prompt_tokens - bare for answer in answers] == [1, 1, 1, 0]
 
 
-def test_a_request_sets_variables_of_the_chat_template(served, engine, monkeypatch):
-    thinks = copy.deepcopy(engine.tokenizer)
-    thinks.chat_template += "{% if enable_thinking %}apple apple{% endif %}"
-    monkeypatch.setattr(engine, "tokenizer", thinks)
-    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": "apple"}], "temperature": 0, "max_tokens": 1}
-    said: Any = ({}, {"chat_template_kwargs": None}, {"chat_template_kwargs": {"enable_thinking": True}})
-    plain, same, longer = (served.client.chat.completions.create(**ask, extra_body=x).usage.prompt_tokens for x in said)
-    assert plain == same < longer
-
-
-@pytest.mark.slow
-def test_tools_are_rendered_where_no_call_is_asked_for(served, engine, monkeypatch):
+def test_a_history_with_calls_tools_and_variables_reach_the_template(served, engine, monkeypatch):
+    """As OpenAI's clients send calls back: no content beside them, then what the tool answered."""
     knows = copy.deepcopy(engine.tokenizer)
     knows.chat_template = (
-        "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}" + knows.chat_template
-    )
-    monkeypatch.setattr(engine, "tokenizer", knows)
-    tools = [{"type": "function", "function": {"name": "apple snow"}}]
-    ask: Any = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "apple"}],
-        "max_tokens": 1,
-        "tool_choice": "none",
-    }
-    more = {"return_token_ids": True}
-    plain = served.client.chat.completions.create(**ask, extra_body=more)
-    longer = served.client.chat.completions.create(**ask, tools=tools, extra_body=more)
-    ids = knows("apple snow ", add_special_tokens=False)["input_ids"]
-    assert longer.prompt_token_ids == ids + plain.prompt_token_ids
-
-
-def test_a_history_with_calls_reaches_the_template(served, engine, monkeypatch):
-    """As OpenAI's clients send it back: no content beside the calls, then what the tool answered."""
-    knows = copy.deepcopy(engine.tokenizer)
-    knows.chat_template = (
+        "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}{{ mood or '' }}"
         "{% for m in messages %}{{ m.role }}:{{ m.content }}"
         "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.a }}){% endfor %}"
         "{{ m.tool_call_id or '' }};{% endfor %}"
     )
     monkeypatch.setattr(engine, "tokenizer", knows)
+    tools = [{"type": "function", "function": {"name": "river"}}]
+    asked: Any = {"tools": tools, "tool_choice": "none"}
     call = {"id": "1", "type": "function", "function": {"name": "apple", "arguments": '{"a": "snow"}'}}
     messages: Any = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": [{"type": "text", "text": "b"}], "tool_call_id": "1"},
     ]
-    more = {"return_token_ids": True}
-    got = served.client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body=more)
-    assert got.prompt_token_ids == knows("user:a;assistant:apple(snow);tool:b1;", add_special_tokens=False)["input_ids"]
+    for given, variables, said in (({}, None, ""), (asked, {"mood": "snow"}, "river snow")):
+        more = {"return_token_ids": True, "chat_template_kwargs": variables}
+        got = served.client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=1, extra_body=more, **given
+        )
+        text = f"{said}user:a;assistant:apple(snow);tool:b1;"
+        assert got.prompt_token_ids == knows(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.slow
@@ -244,14 +200,8 @@ def test_equal_prompts_of_one_request_are_different_samples(served):
 
 
 def test_every_sampling_field_reaches_the_engine(served):
-    fields: dict[str, Any] = {
-        "temperature": 0.8,
-        "top_p": 0.9,
-        "seed": 3,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "max_tokens": 12,
-    }
+    fields: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "max_tokens": 12}
+    fields |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
     more: dict[str, Any] = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 6}
     asked = served.client.chat.completions.create(
         model=MODEL,
@@ -264,10 +214,6 @@ def test_every_sampling_field_reaches_the_engine(served):
     rest: Any = {"stop": ("river", "snow"), "logit_bias": {300: 2.5}, "stop_token_ids": (301,), "ignore_eos": True}
     output = expected(served, MESSAGES, **fields, **more, **rest)
     assert asked.choices[0].message.content == output.text
-    off = served.client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, **fields | {"max_tokens": 6}, extra_body={"top_k": -1}
-    )
-    assert off.choices[0].message.content == expected(served, MESSAGES, **fields | {"max_tokens": 6}).text
 
 
 def test_a_stop_string_ends_the_text_in_front_of_it(served):
@@ -324,15 +270,10 @@ def test_bytes_of_tokens_join_to_characters(served):
     assert any(tokens.show(token)[0] == "�" for token in ids)
     assert tokens.show(2) == ("<|im_end|>", None)
     assert tokens.show(447) == ("token_id:447", None)  # a row of the vocabulary without a token
-
-
-def test_a_special_token_that_nothing_names_has_no_bytes(served):
     tokenizer = copy.deepcopy(served.engine.tokenizer)
-    tokenizer.add_tokens([AddedToken("<|eom_id|>", special=True), "<tool>"])
-    special, text = tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<tool>"])
-    assert special not in tokenizer.all_special_ids
-    tokens = Tokens(tokenizer)
-    assert (tokens.show(special), tokens.show(text)) == (("<|eom_id|>", None), ("<tool>", b"<tool>"))
+    tokenizer.add_tokens([AddedToken("<|eom_id|>", special=True), "<tool>"])  # a special token that nothing names
+    added = [Tokens(tokenizer).show(token) for token in tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<tool>"])]
+    assert added == [("<|eom_id|>", None), ("<tool>", b"<tool>")]
 
 
 def test_models(served):
@@ -343,16 +284,18 @@ def test_models(served):
         served.client.models.retrieve("gpt")
     with pytest.raises(openai.NotFoundError, match="model: got 'gpt'"):
         served.client.chat.completions.create(model="gpt", messages=MESSAGES)
+    for path, status in (("/v1/chat/completions", 405), ("/v2", 404)):
+        answer = served.http.get(path)
+        assert answer.status_code == status and answer.json()["error"]["message"].startswith("GET")
 
 
 def test_tokens_of_a_prompt_in_vllm_s_shapes(served, serving):
     """Those that the same prompt has in a request; special tokens come back as text."""
     tokenizer, ids = served.engine.tokenizer, served.engine.encode(MESSAGES)
-    chat = served.http.post("/tokenize", json={"model": MODEL, "messages": MESSAGES, "return_token_strs": True}).json()
-    strings = tokenizer.convert_ids_to_tokens(ids)
-    assert chat == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": strings}
+    chat = served.http.post("/tokenize", json={"model": MODEL, "messages": MESSAGES}).json()
+    assert chat == {"count": len(ids), "max_model_len": 256, "tokens": ids}
     text = served.http.post("/tokenize", json={"prompt": 'apple "messages": bird'}).json()
-    assert text["tokens"] == tokenizer('apple "messages": bird')["input_ids"] and text["token_strs"] is None
+    assert text["tokens"] == tokenizer('apple "messages": bird')["input_ids"]
     assert served.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": tokenizer.decode(ids)}
     assert "<|im_end|>" in tokenizer.decode(ids)
     for path, body, field in (
@@ -377,12 +320,6 @@ def test_each_request_has_a_line_with_its_speed(serving, caplog, monkeypatch):
         assert served.http.post("/v1/completions", json=asked).status_code == 200
         shown = r"read 3 tokens, wrote 8 in \d+\.\d\d s, \d+\.\d tokens/s: length"
         wait_until(lambda: re.search(shown, caplog.text))
-
-
-def test_other_paths_and_methods_are_errors_of_the_api(served):
-    for method, path, status in (("GET", "/v1/chat/completions", 405), ("GET", "/v2", 404), ("POST", "/health", 405)):
-        answer = served.http.request(method, path)
-        assert answer.status_code == status and answer.json()["error"]["message"].startswith(method)
 
 
 @pytest.mark.slow
@@ -414,7 +351,7 @@ def test_metrics_count_what_happened(served):
     assert grown("requests_ended_total", "length") == 1
     assert grown("responses_total", "/v1/chat/completions", "200") == 1
     assert grown("time_to_first_token_seconds_count") == 1
-    assert 0 < grown("inter_token_seconds_count") <= 99  # the first piece may hold several: nothing is between them
+    assert 0 < grown("inter_token_seconds_count") <= 99  # each token behind the first piece
     assert after[("tier_in_use", "0", "lookup 3")] == 1
     assert after[("batch_size", "0")] == 4
     assert after[("free_pages", "0")] == after[("pages", "0")] == served.engine.stats().pages
@@ -443,25 +380,6 @@ def test_what_a_head_has_learnt_is_measured(engine, monkeypatch):
     }
     assert (found["steps_total"], found["heads_total"], found["rollbacks_total"]) == (12, 2, 1)
     assert (found["loss"], found["tau_before"], found["tau_after"], found["share"]) == (1.5, 2.0, 2.5, 0.1)
-
-
-def test_time_between_tokens_is_that_of_a_piece_over_its_tokens(engine):
-    metrics = Metrics(engine)
-
-    def said(name: str) -> float:
-        return next(
-            sample.value
-            for family in text_string_to_metric_families(metrics.text().decode())
-            for sample in family.samples
-            if sample.name == f"eagle3_jax_{name}"
-        )
-
-    metrics.delivered(3, None)  # a first piece: nothing is between its tokens
-    assert (said("generated_tokens_total"), said("inter_token_seconds_count")) == (3, 0)
-    metrics.delivered(2, 0.5)
-    metrics.delivered(1, 0.1)
-    assert (said("generated_tokens_total"), said("inter_token_seconds_count")) == (6, 3)
-    assert said("inter_token_seconds_sum") == pytest.approx(0.6)
 
 
 def test_health_is_false_while_the_device_hangs(serving, engine, monkeypatch):
@@ -496,20 +414,6 @@ def test_health_says_how_far_the_warm_up_is_until_it_is_complete(served, engine,
     assert (answer.status_code, answer.json()) == (200, state | {"compiling": "3 of 24 programs are ready"})
     warm_up.ready = 24
     assert served.http.get("/health").json() == state
-
-
-@pytest.mark.long
-def test_an_idle_connection_outlives_the_clients_own_limit(served):
-    """httpx closes its idle connections after 5 seconds; a server that does so then loses requests under way."""
-    place = urllib.parse.urlsplit(served.url)
-    with contextlib.closing(http.client.HTTPConnection(place.hostname, place.port, timeout=60)) as connection:
-        connection.request("GET", "/v1/models")
-        assert connection.getresponse().read()
-        first = connection.sock
-        time.sleep(6)
-        connection.request("GET", "/v1/models")
-        assert connection.getresponse().status == 200
-        assert connection.sock is first
 
 
 def test_who_has_no_key_is_refused(serving):
@@ -671,24 +575,10 @@ def test_the_server_s_own_failure_is_counted(served, monkeypatch):
     assert count() == before + 1
 
 
-def test_numbers_in_events_are_json(served):
-    answer = served.http.post("/v1/completions", json={"prompt": "apple", "logprobs": 20, "max_tokens": 4, "seed": 1})
-    best = answer.json()["choices"][0]["logprobs"]["top_logprobs"]
-    assert all(math.isfinite(value) for one in best for value in one.values())
-
-
 def test_the_documented_client_works(served, capsys):
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/serve.md").read_text(), re.MULTILINE | re.DOTALL)
     exec(block.replace("http://127.0.0.1:8000", served.url), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
-
-
-def test_the_server_s_defaults_fill_what_a_request_leaves_out(serving):
-    with serving(defaults={"temperature": 0.0, "max_tokens": 5}) as served:
-        answer = served.client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"ignore_eos": True})
-        assert answer.usage.completion_tokens == 5
-        own = expected(served, MESSAGES, max_tokens=5, ignore_eos=True)
-        assert answer.choices[0].message.content == own.text
 
 
 def test_the_curl_of_the_readme_answers_within_a_screen(served):

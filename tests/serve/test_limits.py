@@ -27,14 +27,11 @@ def test_a_minute_s_requests_at_once_and_then_one_by_one():
     assert [rate.take("a") for _ in range(4)] == [0, 0, 0, pytest.approx(20)]
 
 
-def test_clients_that_ask_no_more_are_forgotten():
+def test_clients_that_ask_no_more_are_forgotten_and_without_a_limit_none_waits():
     clock = Clock()
     rate = Rate(60, clock)
     for number in range(20_000):
         rate.take(str(number))
         clock.now += 0.001
     assert len(rate._full_at) <= 4097
-
-
-def test_no_limit():
     assert [Rate(None).take("a") for _ in range(1000)] == [0] * 1000

@@ -1,6 +1,7 @@
 """The verb: flags and refusals, and a process that starts, answers, and ends at SIGTERM with what it began."""
 
 import concurrent.futures
+import contextlib
 import functools
 import json
 import pathlib
@@ -8,14 +9,13 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 import tiny
-import yaml
-from starlette.applications import Starlette
 
 from eagle3_jax.config import AdaptConfig, ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
 from eagle3_jax.decoding.engine import Engine
@@ -23,17 +23,18 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command, machine
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.serve import flags as flags_of
-from eagle3_jax.serve import startup
 
-TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
+TREE = "--speculative-num-steps 2 --speculative-eagle-topk 1"
 # The programs that are asked for are compiled when they are.
 COLD = """
+import sys
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.serve import startup
 Engine.warm_up = lambda *_, **__: None
-serve.main(["--config", "run.yaml"])
+flags = "--target target --target.aux-layers 1 2 3 --draft none --port 0 --serve.batch-size 2 --serve.max-length 512"
+serve.main([*flags.split(), *sys.argv[1:]])
 """
+FAST: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 # A compilation beside requests takes longer than anyone waits.
 SLOW = """
 import sys, threading, time
@@ -54,13 +55,6 @@ def run_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("run_dir: runs/x\ntarget: {name: a/b}\nserve: {port: 9000, batch_size: 2}\n")
     return str(path)
-
-
-def test_a_target_s_name_is_enough():
-    config = serve.configure(["--target", "smollm2-135m-instruct"])
-    assert (config.target.name, config.serve.draft, config.serve.trees) == ("smollm2-135m-instruct", "auto", ())
-    assert config.serve.host == "127.0.0.1"
-    assert serve.configure(["--target", "a", "--draft", "auto"]).serve.draft == "auto"
 
 
 def test_the_head_learns_where_it_is_asked_to():
@@ -131,91 +125,60 @@ def test_a_block_head_s_flags_have_the_size_of_its_block(algorithm):
     assert (config.draft, config.trees) == ("a/head", (DraftTree(num_steps=15, topk=1, num_draft_tokens=16),))
 
 
-def test_a_smaller_model_is_named():
-    named = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "a/model"]
-    assert serve.configure(["--model-path", "a", *named]).serve.draft == "a/model"
-
-
-def test_a_target_s_name_takes_every_field_of_a_config():
+def test_a_target_s_name_is_enough_and_takes_every_field_of_a_config():
+    config = serve.configure(["--target", "smollm2-135m-instruct"])
+    assert (config.target.name, config.serve.draft, config.serve.trees) == ("smollm2-135m-instruct", "auto", ())
     fields = "--target.aux-layers 1 2 3 --mesh.data 1 --serve.queue-limit 7 --tp-size 4"
     config = serve.configure(["--target", "a", *fields.split()])
     assert (config.target.name, config.target.aux_layers, config.serve.queue_limit) == ("a", (1, 2, 3), 7)
     assert (config.mesh.data, config.mesh.model, config.serve.draft) == (1, 4, "auto")
-    assert serve.configure(["--target", "a", "--mesh.model", "2", "--target.dtype", "bfloat16"]).mesh.model == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--target", "a", "--speculative-algorithm", "MEDUSA"], "got MEDUSA, expected one of EAGLE3, NEXTN"),
+        ("--target a --speculative-algorithm MEDUSA", "got MEDUSA, expected one of EAGLE3, NEXTN"),
         (
-            ["--target", "a", "--speculative-algorithm", "STANDALONE"],
-            "STANDALONE: got no --speculative-draft-model-path, expected a smaller model",
+            "--target a --speculative-algorithm STANDALONE",
+            "got no --speculative-draft-model-path, expected a",
         ),
+        ("--target a --speculative-algorithm NGRAM --draft x", "NGRAM: got the draft x, expected none"),
         (
-            ["--target", "a", "--speculative-algorithm", "NGRAM", "--draft", "x"],
-            "NGRAM: got the draft x, expected none",
+            "--target a --speculative-algorithm EAGLE3 --draft lookup",
+            "got the draft lookup, expected the folder or",
         ),
-        (["--target", "a", "--dtype", "float16"], "target.dtype: got 'float16', expected 'float32' or 'bfloat16'"),
-        (["--target", "a", "--trust-remote-code"], "--trust-remote-code: not a field of the configuration"),
-        ([], "--config, --target: got neither"),
-        (["some-model", "--port", "1"], "got 'some-model' without a flag, expected --target some-model"),
+        ("--target a --trust-remote-code", "--trust-remote-code: not a field of the configuration"),
+        ("", "--config, --target: got neither"),
+        ("some-model --port 1", "got 'some-model' without a flag, expected --target some-model"),
         (
-            ["--target", "a", "--prot", "1"],
-            "--prot: not a field of the configuration, expected --section.field VALUE, d",
+            "--target a --prot 1",
+            "--prot: not a field of the configuration, expected --section.field VALUE, did you mean",
         ),
-        (["--target", "a", "--prot=1"], "did you mean --port?"),
-        (["--target", "a", "--max-model-length", "1"], "did you mean --max-model-len?"),
-        (
-            ["--target", "a", "--api-key", "b"],
-            "--api-key: no flag of this server, expected --serve.api-key-variable, the",
-        ),
-        (
-            ["--target", "a", "--speculative-algorithm", "EAGLE3", "--draft", "lookup"],
-            "EAGLE3: got the draft lookup, expected the folder or name of a checkpoint",
-        ),
-        (
-            ["--target", "a", "--speculative-algorithm", "NEXTN", "--draft", "x"],
-            "NEXTN: got the draft x, expected none: it drafts with 'mtp'",
-        ),
-        (["--target", "a", "--port", "x"], "serve.port: "),
-        (["--target", "a", "--max-running-requests", "0"], "serve.batch_size: got '0', expected at least 1"),
-        (["--target", "a", "--mem-fraction-static", "1"], "serve.memory_fraction: got '1', expected less than 1"),
-        (["--target", "a", "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"], "got 2 of"),
-        (["--target", "a", *TREE, "--speculative-num-draft-tokens", "4"], "num_steps + 1 = 3"),
+        ("--target a --api-key b", "--api-key: no flag of this server, expected --serve.api-key-variable, the"),
+        ("--target a --max-running-requests 0", "serve.batch_size: got '0', expected at least 1"),
+        ("--target a --speculative-num-steps 3 --speculative-eagle-topk 4", "got 2 of"),
+        (f"--target a {TREE} --speculative-num-draft-tokens 4", "num_steps + 1 = 3"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        serve.configure(arguments)
+        serve.configure(arguments.split())
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "got"),
     [
-        ("port", 65536),
-        ("queue_limit", 0),
-        ("max_body_bytes", 0),
-        ("max_length", 1),
-        ("requests_per_minute", 0),
-        ("request_timeout", 0),
-        ("client_timeout", -1),
-        ("client_timeout", 2147484),
-        ("stall_timeout", 0),
-        ("drain_timeout", -1),
+        ("port", 65536, "65536"),
+        ("client_timeout", 2147484, "2147484"),  # the socket takes no more
+        ("allowed_origins", ["*", "https://example.org/"], "'https://example.org/', expected origins such as"),
+        ("allowed_origins", ["https://*.example.org"], "'https://"),
     ],
 )
-def test_values_that_cannot_be_are_refused(field, value):
-    with pytest.raises(ConfigError, match=rf"serve\.{field}: got {value}"):
+def test_values_that_cannot_be_are_refused(field, value, got):
+    with pytest.raises(ConfigError, match=rf"serve\.{field}: got {got}"):
         from_dict({"run_dir": "x", "serve": {field: value}})
-
-
-@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://*.example.org"])
-def test_an_origin_has_no_path(origin):
-    with pytest.raises(ConfigError, match=r"serve\.allowed_origins: got '.*', expected origins such as"):
-        from_dict({"run_dir": "x", "serve": {"allowed_origins": ["*", origin]}})
 
 
 def test_the_help_begins_with_an_example_and_names_aliases_in_a_sentence(capsys):
@@ -226,19 +189,6 @@ def test_the_help_begins_with_an_example_and_names_aliases_in_a_sentence(capsys)
     assert "suchas--targetsmollm2-135m-instruct" in said and all(flag in said for flag in flags_of._FLAGS)
     assert set(re.findall(r"^  (--\S+) VALUE", flags, re.MULTILINE)) == set(flags_of._SHOWN)
     assert "--serve.queue-limit" in fields
-
-
-def test_hints_name_flags_that_are_there():
-    values = {"--serve.memory-fraction": ["0.5"], "--serve.allowed-origins": ["*"], "--serve.access-log": []}
-    for there in flags_of._ELSEWHERE.values():
-        flag = there.split(",")[0]
-        serve.configure(["--target", "a", flag, *values.get(flag, ["7"])])
-
-
-def test_requests_are_logged_for_who_asks_for_that():
-    for logs, level in ((False, "warning"), (True, "info")):
-        settings = startup.http_settings(Starlette(), ServeConfig(access_log=logs))
-        assert (settings.access_log, settings.log_level) == (logs, level)
 
 
 def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch):
@@ -259,14 +209,6 @@ def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch
         asked.clear()
     serve.load(serve.configure(["--target", "a", "--dp-size", "1", "--serve.warm-up-folder", "none"]))
     assert asked == [("keep", None), ("warm up", None)]
-
-
-def test_the_longest_client_timeout_is_one_of_the_socket():
-    serve.bind(ServeConfig(port=0, client_timeout=2147483.0)).close()
-
-
-def test_nothing_speaks_websockets():
-    assert startup.http_settings(Starlette(), ServeConfig()).ws == "none"
 
 
 def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
@@ -311,20 +253,40 @@ def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
     assert ended.value.code == 0
 
 
+@contextlib.contextmanager
+def started(folder: pathlib.Path, words: list[str], until: str, **variables: Any) -> Iterator[tuple[tiny.Started, str]]:
+    """A server's process beside a tiny target, and what it printed when it said `until`."""
+    tiny.write_target(folder / "target")
+    (process,) = tiny.start_processes(1, words, cwd=folder, **variables)
+    try:
+        while until not in (said := process.printed()):
+            assert process.poll() is None, said
+            time.sleep(0.05)
+        yield process, said
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+def end_well(process: tiny.Started, timeout: float) -> str:
+    ((status, said),) = tiny.end_processes([process], timeout=timeout)
+    assert status == 0 and "Traceback" not in said, said
+    return said
+
+
+def address_in(said: str) -> str:
+    return said.split("/v1 answers")[0].split()[-1]
+
+
 @pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)], ids=lambda sent: sent.name
 )
 def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
-    tiny.write_target(tmp_path / "target")
     flags = "--target target --target.aux-layers 1 2 3 --draft lookup --port 0 --serve.max-length 512"
     command_line = ["-m", "eagle3_jax.serve", *flags.split(), "--serve.warm-up-folder", "none"]
-    (process,) = tiny.start_processes(1, command_line, cwd=tmp_path)
-    try:
-        while "compile: 0 of 3 programs" not in (said := process.printed()):
-            assert process.poll() is None and "/v1 answers" not in said, said
-            time.sleep(0.05)
+    with started(tmp_path, command_line, "compile: 0 of 3 programs") as (process, said):
         url = said.split("loading; ")[1].split("/health")[0]
         health, models = httpx2.get(f"{url}/health"), httpx2.get(f"{url}/v1/models")
         assert (health.status_code, models.status_code) == (503, 503)
@@ -332,27 +294,16 @@ def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
         assert "(compile: 0 of 3 programs); /health" in models.json()["error"]["message"]
         time.sleep(1)  # in the middle of a compilation, by all odds
         process.send_signal(sent)
-        ((status, said),) = tiny.end_processes([process], timeout=5)
         name = "SIGTERM" if sent == signal.SIGTERM else "Ctrl-C"
-        assert status == 0 and "Traceback" not in said, said
-        assert said.endswith(f"eagle3_jax.serve: stopped by {name}\n")
-    finally:
-        process.kill()
-        process.wait(timeout=30)
+        assert end_well(process, 5).endswith(f"eagle3_jax.serve: stopped by {name}\n")
 
 
 @pytest.mark.long
 def test_a_server_that_compiles_beside_its_answers_says_so_and_ends_at_once(tmp_path):
-    tiny.write_target(tmp_path / "target")
     flags = "--target target --target.aux-layers 1 2 3 --draft lookup --port 0 --serve.max-length 64"
     command_line = ["-c", SLOW, *flags.split(), "--serve.batch-size", "2", "--serve.warm-up-folder", "none"]
-    fast: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    (process,) = tiny.start_processes(1, command_line, cwd=tmp_path, **fast)
-    try:
-        while "/v1 answers" not in (said := process.printed()):
-            assert process.poll() is None, said
-            time.sleep(0.05)
-        url = said.split("/v1 answers")[0].split()[-1]
+    with started(tmp_path, command_line, "/v1 answers", **FAST) as (process, said):
+        url = address_in(said)
         state = httpx2.get(f"{url}/health")
         assert (state.status_code, state.json()["healthy"]) == (200, True)
         assert state.json()["compiling"] == "3 of 8 programs are ready"
@@ -363,29 +314,13 @@ def test_a_server_that_compiles_beside_its_answers_says_so_and_ends_at_once(tmp_
             'eagle3_jax_ready_programs{replica="0"} 3.0' in metrics and 'planned_programs{replica="0"} 8.0' in metrics
         )
         process.send_signal(signal.SIGTERM)
-        ((status, said),) = tiny.end_processes([process], timeout=5)
-        assert status == 0 and "Traceback" not in said, said
-    finally:
-        process.kill()
-        process.wait(timeout=30)
+        end_well(process, 5)
 
 
 @pytest.mark.slow
 def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
-    tiny.write_target(tmp_path / "target")
-    settings: dict[str, Any] = {"port": 0, "batch_size": 2, "max_length": 512, "draft": "none", "model_name": "tiny"}
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        yaml.safe_dump({"run_dir": "run", "target": {"name": "target", "aux_layers": [1, 2, 3]}, "serve": settings})
-    )
-    fast: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    (process,) = tiny.start_processes(1, ["-c", COLD], cwd=tmp_path, **fast)
-    try:
-        while not (said := process.printed()).endswith("/v1 answers\n"):
-            assert process.poll() is None, said
-            time.sleep(0.05)
-        url = said.splitlines()[-1].split()[0]
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+    with started(tmp_path, ["-c", COLD, "--serve.model-name", "tiny"], "/v1 answers\n", **FAST) as (process, said):
+        with openai.OpenAI(base_url=f"{address_in(said)}/v1", api_key="none", max_retries=0, timeout=60) as client:
             messages: Any = [{"role": "user", "content": "apple bird"}]
             ask: Any = {"model": "tiny", "messages": messages, "max_tokens": 200, "temperature": 0, "n": 8}
             more = {"ignore_eos": True}
@@ -399,12 +334,7 @@ def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
             assert texts == [choice.message.content for choice in whole.choices]
             with pytest.raises(openai.APIConnectionError):
                 client.with_options(timeout=5).models.list()
-        ((status, said),) = tiny.end_processes([process], timeout=60)
-        assert status == 0, said
-        assert "Traceback" not in said
-    finally:
-        process.kill()
-        process.wait(timeout=30)
+        end_well(process, 60)
 
 
 @pytest.mark.slow
@@ -412,17 +342,8 @@ def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
     "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=lambda sent: sent.name
 )
 def test_answers_that_outlast_the_drain_end_with_an_error_and_whole_bodies(tmp_path, sent):
-    tiny.write_target(tmp_path / "target")
-    settings: dict[str, Any] = {"port": 0, "batch_size": 2, "max_length": 512, "draft": "none", "drain_timeout": 1}
-    run = {"run_dir": "run", "target": {"name": "target", "aux_layers": [1, 2, 3]}, "serve": settings}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    fast: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    (process,) = tiny.start_processes(1, ["-c", COLD], cwd=tmp_path, **fast)
-    try:
-        while "/v1 answers" not in (said := process.printed()):
-            assert process.poll() is None, said
-            time.sleep(0.05)
-        url = said.split("/v1 answers")[0].split()[-1]
+    with started(tmp_path, ["-c", COLD, "--serve.drain-timeout", "1"], "/v1 answers", **FAST) as (process, said):
+        url = address_in(said)
         asked: Any = {"prompt": "apple", "max_tokens": 480, "ignore_eos": True, "n": 100}
         with (
             httpx2.Client(base_url=url, timeout=60) as http,
@@ -439,10 +360,6 @@ def test_answers_that_outlast_the_drain_end_with_an_error_and_whole_bodies(tmp_p
             assert json.loads(error.removeprefix("data: "))["error"]["code"] == "aborted" and last == "data: [DONE]"
             refused = whole.result()
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "aborted")
-        ((status, said),) = tiny.end_processes([process], timeout=30)
-        assert status == 0 and "Traceback" not in said, said
+        said = end_well(process, 30)
         assert "eagle3_jax.serve: stops: waits up to 1 s for 2 answers; Ctrl-C again ends at once\n" in said
         assert "on disk" not in said and "run it again" not in said
-    finally:
-        process.kill()
-        process.wait(timeout=30)

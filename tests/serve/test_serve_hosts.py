@@ -8,7 +8,6 @@ import json
 import pathlib
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -202,37 +201,3 @@ def test_one_that_dies_or_hangs_ends_all(folder, count, mesh, lost, sent):
         for status, said in ended:
             assert re.search(r"eagle3_jax\.serve: process \d.* of \d,? .*(is gone|fell silent|was killed)", said), said
             assert status == 1 or (lost == 0 and status), said
-
-
-# Arguments: what is different on process 1, the verb's flags.
-DIFFERENT = """
-import os, sys
-from eagle3_jax.runs import machine
-from eagle3_jax.serve import __main__ as serve
-versions, flags = machine.versions(), sys.argv[2:]
-if os.environ["JAX_PROCESS_ID"] == "1":
-    exec(sys.argv[1])
-serve.main(flags)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("different", "said"),
-    [
-        (
-            "flags += ['--serve.max-length', '128']",
-            r"serve\.max_length: got 128 on host \S+ \(process 1\), expected 256",
-        ),
-        ("machine.versions = lambda: versions | {'jax': '0'}", r"version of jax: got 0 on host \S+ \(process 1\)"),
-        ("os.chdir('other')", r"weights, model\.safetensors: got \w+ on host \S+ \(process 1\), expected \w+ as"),
-        ("", r"serve\.host, serve\.port: got 127\.0\.0\.1:\d+: Address already in use"),
-    ],
-)
-def test_what_cannot_serve_together_is_refused_at_the_start(folder, different, said):
-    tiny.write_target(folder / "other/target", seed=1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        flags = FLAGS if different else [*FLAGS, "--port", str(taken.getsockname()[1])]
-        processes = tiny.start_processes(2, ["-c", DIFFERENT, different, *flags, "--tp-size", "2"], cwd=folder)
-        for status, printed in tiny.end_processes(processes, timeout=120):
-            assert status == 1 and re.search(said, printed) and "Traceback" not in printed, printed
