@@ -25,38 +25,17 @@ if TYPE_CHECKING:
 
 # Loaded on first use, so that a verb's `--help` does not wait for JAX.
 _HOMES = {
-    "AdaptConfig": "eagle3_jax.config",
-    "DraftTree": "eagle3_jax.config",
+    **dict.fromkeys(("AdaptConfig", "DraftTree", "MeshConfig", "TargetConfig"), "eagle3_jax.config"),
+    **dict.fromkeys(("Output", "Piece", "QueueFullError", "Request"), "eagle3_jax.decoding.request"),
     "Engine": "eagle3_jax.decoding.engine",
-    "MeshConfig": "eagle3_jax.config",
-    "Output": "eagle3_jax.decoding.request",
-    "Piece": "eagle3_jax.decoding.request",
-    "QueueFullError": "eagle3_jax.decoding.request",
-    "Request": "eagle3_jax.decoding.request",
     "SamplingParams": "eagle3_jax.decoding.params",
-    "TargetConfig": "eagle3_jax.config",
     "load_draft": "eagle3_jax.formats.heads",
     "load_target": "eagle3_jax.models.checkpoint.fetch",
 }
-__all__ = [
-    "AdaptConfig",
-    "DraftTree",
-    "Engine",
-    "MeshConfig",
-    "Output",
-    "Piece",
-    "QueueFullError",
-    "Request",
-    "SamplingParams",
-    "TargetConfig",
-    "load_draft",
-    "load_target",
-]
+__all__ = sorted(_HOMES)
 
 # Versions of jaxlib that are silently wrong on CPUs. 0.10.2 loses rows of reductions (jax#39103). Since then XLA joins
-# a product and the reduction behind it into one call of YNNPACK, which is wrong where an operand of the product is one
-# number broadcast, as in gradients of sums. 0.12.0.1 does so too, but tests show that no round or training step has
-# such a call under 0.10.1 or 0.12.0.1. The versions between them are untested.
+# products and reductions wrongly; no round or training step has such a call under 0.12.0.1. Those between are untested.
 _WRONG_ON_CPU = frozenset({"0.10.2", "0.11.0", "0.11.1", "0.11.2", "0.12.0"})
 _RIGHT = ">=0.10.1,!=0.10.2,!=0.11.*,!=0.12.0"
 

@@ -5,20 +5,14 @@ from __future__ import annotations
 import runpy
 import sys
 
-from eagle3_jax.runs import environment, machine
+from eagle3_jax.runs import command_line, environment, machine
 
-VERBS = {
-    "prepare": "prompts -> clean, de-duplicated prompts, some of them held out",
-    "regenerate": "prompts -> conversations that the target itself answered",
-    "extract": "conversations -> the target's hidden states; chooses the draft vocabulary",
-    "train": "features -> a draft head",
-    "export": "checkpoint -> a head that SGLang, vLLM and this engine serve; converts and checks heads",
-    "evaluate": "acceptance, losslessness and speed against vanilla decoding",
-    "report": "all that a run measured, as a table, as JSON and as a picture",
-    "benchmark": "every draft size at every batch size (decode, tune); servers under traffic (serve)",
-    "serve": "a server of OpenAI's API",
-    "chat": "a conversation in the terminal",
-    "generate": "answers to the prompts behind it, in the terminal",
+VERBS = {verb: known.says for verb, known in command_line.VERBS.items() if " " not in verb}
+VERBS |= {
+    "benchmark": "Every draft size at every batch size (decode, tune); servers under traffic (serve).",
+    "serve": "A server of OpenAI's API.",
+    "chat": "A conversation in the terminal.",
+    "generate": "Answers to the prompts behind it, in the terminal.",
 }
 _OTHERS = {"generate": "chat"}  # verb -> module of another name
 

@@ -15,14 +15,10 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class AcceptanceCounts:
-    """Counts over rounds; they add up.
+    """Counts over rounds; they add up. Prefill, which gives an answer's first token, is not counted."""
 
-    Attributes:
-        rounds: passes of the target that verify drafts. Prefill, which gives an answer's first token, is not counted.
-        accepted: rounds in which the draft at depth 1, 2, ... was accepted, and so all drafts before it.
-    """
-
-    rounds: int = 0
+    rounds: int = 0  # passes of the target that verify drafts
+    # Rounds in which the draft at depth 1, 2, ... was accepted, and so all drafts before it.
     accepted: list[int] = dataclasses.field(default_factory=list)
 
     def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:

@@ -1,8 +1,6 @@
 """`python -m eagle3_jax.evaluate`: acceptance, losslessness, and speed against vanilla decoding of the same engine.
 
-The report is JSON with stable keys: `tau`, `alpha`, `rounds`, `tokens`, `accepted_per_position`, `identical`, `ties`,
-`mismatches`, `prompts`, `tokens_per_second`, `speedup`, overall and under `categories`; also the draft, the hardware
-and the settings.
+The report is JSON with stable keys (see `Tally.report`), overall and under `categories`.
 """
 
 from __future__ import annotations
@@ -27,25 +25,20 @@ from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
 
+Place = str | disk.Path
+
 
 def run(
-    config: RunConfig,
-    prompts_path: str | disk.Path,
-    output: str | disk.Path,
-    target: Target | None = None,
-    *,
-    replace: bool = False,
+    config: RunConfig, prompts_path: Place, output: Place, target: Target | None = None, *, replace: bool = False
 ) -> dict[str, Any]:
-    """Measures the draft of `config` on the prompts of a file and writes the report to `output`.
+    """Measures the draft of `config` on the prompts of a file, writes the report to `output` and returns it.
 
-    Each row of the mesh has an engine of its own and a share of the prompts; rates are those of one engine.
+    Each row of the mesh has an engine of its own and a share of the prompts; rates are those of one engine. A report of
+    the same measurement is returned unchanged.
 
     Args:
         target: a loaded target, for one engine; None loads `config.target`.
         replace: overwrite a report of another measurement, which is refused otherwise.
-
-    Returns:
-        The report; an existing one of the same measurement is returned unchanged.
 
     Raises:
         ManifestError: no draft, or one for another target; `output` is not a report, or one of another measurement.
@@ -89,7 +82,7 @@ def _measure(
     replica: Replica,
     draft: str,
     prompts: Sequence[sources.Prompt],
-    prompts_path: str | disk.Path,
+    prompts_path: Place,
 ) -> dict[str, Any]:
     """Measures the numbers of the report."""
     settings, target = config.evaluate, targets[0]
@@ -106,11 +99,8 @@ def _measure(
             if number < len(shares):
                 engines = _engines(config, row, draft, longest + settings.max_tokens, exact=exact)
                 judge = functools.partial(near_tie, row.model) if exact else None
-                works.append(
-                    functools.partial(
-                        compare, *engines, shares[number], params, settings.batch_size, judge, progress=number == 0
-                    )
-                )
+                asked = shares[number], params, settings.batch_size, judge
+                works.append(functools.partial(compare, *engines, *asked, progress=number == 0))
         found = data_parallel.together(works) if works else []
     own = [{name: dataclasses.asdict(tally) for name, tally in tallies.items()} for tallies in found]
     # The processes of a replica count the same.
@@ -176,11 +166,11 @@ def _finished(output: disk.Path, identity: dict[str, Any], replace: bool) -> boo
         raise manifest.ManifestError(f"{output}: got another file, expected {expected}") from error
     try:
         manifest.check_same(output, found, identity, "--output")
+        return True
     except manifest.ManifestError:
-        if not replace:
-            raise
-        return False
-    return True
+        if replace:
+            return False
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -192,10 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for mismatch in report["mismatches"] or []:
             processes.say(f"NOT identical: prompt {mismatch['id']}, from token {mismatch['position']} on")
         for tie in report["ties"] or []:
-            processes.say(
-                f"near-tie: prompt {tie['id']}, token {tie['position']}: logits {tie['gap']:.2g} apart, where rounding "
-                f"moves them by up to {tie['bound'] / 2:.2g}"
-            )
+            apart = f"logits {tie['gap']:.2g} apart, where rounding moves them by up to {tie['bound'] / 2:.2g}"
+            processes.say(f"near-tie: prompt {tie['id']}, token {tie['position']}: {apart}")
 
 
 if __name__ == "__main__":

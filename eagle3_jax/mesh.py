@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from eagle3_jax.config import MeshConfig
 
 AXES = ("data", "model")
+Rules = Sequence[tuple[str, PartitionSpec]]  # see `shardings`
 _INSIDE = re.compile(r"(/value)?(/(values|scale|offset))?$")
 
 
@@ -28,13 +29,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Makes a mesh with the axes ("data", "model"), each row within one host or over whole hosts.
 
     On TPUs a row is a compact block of the topology (2x2 or 2x4 chips), and neighbours in the row are neighbours in the
-    topology.
+    topology. A mesh of fewer than all devices takes the first ones, on a single host only.
 
-    Args:
-        devices: all devices of all hosts by default. A smaller mesh takes the first ones, on a single host only.
-
-    Raises:
-        ValueError: the devices are too few, or do not divide into the axes; or two rows would share a host.
+    Raises ValueError: the devices are too few, or do not divide into the axes; or two rows would share a host.
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
@@ -42,14 +39,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         raise ValueError(f"mesh.model: got {config.model}, expected a divisor of the number of devices, {count}")
     data = config.data or count // config.model
     used = data * config.model
+    got = f"mesh.data x mesh.model: got {data} x {config.model} = {used}"
     if used > count:
-        raise ValueError(
-            f"mesh.data x mesh.model: got {data} x {config.model} = {used}, expected at most {count} devices"
-        )
+        raise ValueError(f"{got}, expected at most {count} devices")
     if used < count and jax.process_count() > 1:
-        raise ValueError(
-            f"mesh.data x mesh.model: got {data} x {config.model} = {used}, expected all {count} devices of all hosts"
-        )
+        raise ValueError(f"{got}, expected all {count} devices of all hosts")
     rows = _block_rows(devices[:used], config.model) or _host_rows(devices[:used], config.model)
     grid = np.empty((data, config.model), object)
     for place, device in zip(np.ndindex(grid.shape), itertools.chain(*rows), strict=True):
@@ -99,11 +93,16 @@ def _block_rows(devices: Sequence[Any], size: int) -> list[list[Any]] | None:
         within = all(large % small == 0 for small, large in zip(inner, outer, strict=True))
         return within and all(whole % part == 0 for part, whole in zip(block, bounds, strict=True))
 
-    blocks = [block for block in _factors(size, len(bounds)) if fits(block)]
+    sides = (range(1, bound + 1) for bound in bounds)
+    blocks = [block for block in itertools.product(*sides) if math.prod(block) == size and fits(block)]
     if not blocks:
         return None
     block = min(blocks, key=lambda block: (sum(block), [-side for side in reversed(block)]))
     origin = tuple(map(min, zip(*places, strict=True)))
+
+    def steps(device: Any, other: Any) -> int:
+        return sum(abs(a - b) for a, b in zip(_place(device), _place(other), strict=True))
+
     inner = min(block, host, key=math.prod)  # the part within a host, whose chips follow each other
     rows = []
     for corner in _winding(tuple(whole // part for whole, part in zip(bounds, block, strict=True))):
@@ -112,16 +111,11 @@ def _block_rows(devices: Sequence[Any], size: int) -> list[list[Any]] | None:
             starts = zip(origin, corner, block, host_corner, inner, strict=True)
             start = [o + c * side + h * chips for o, c, side, h, chips in starts]
             path = [places[tuple(map(sum, zip(start, step, strict=True)))] for step in _winding(inner)]
-            if row and _distance(row[-1], path[-1]) < _distance(row[-1], path[0]):
+            if row and steps(row[-1], path[-1]) < steps(row[-1], path[0]):
                 path.reverse()
             row += path
         rows.append(row)
     return rows
-
-
-def _distance(device: Any, other: Any) -> int:
-    """Counts the steps along the axes of the topology."""
-    return sum(abs(a - b) for a, b in zip(_place(device), _place(other), strict=True))
 
 
 def _place(device: Any) -> tuple[int, ...]:
@@ -132,16 +126,6 @@ def _place(device: Any) -> tuple[int, ...]:
 def _box(places: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Returns the sides of the smallest box around the places."""
     return tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))
-
-
-def _factors(size: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yields all ways to write `size` as a product of `count` factors."""
-    if count == 1:
-        yield (size,)
-        return
-    for factor in range(1, size + 1):
-        if size % factor == 0:
-            yield from ((factor, *rest) for rest in _factors(size // factor, count - 1))
 
 
 def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -168,31 +152,22 @@ class Replica:
 
     Where the model axis lies within a process, a replica is all rows of that process. Where it spans several processes,
     a replica is one row.
-
-    Attributes:
-        mesh: the rows, (some of data) x model.
-        index: its number among the `count` replicas, the same on all its processes.
-        leader: the process among `processes` that writes the results they all hold.
     """
 
-    mesh: Mesh
-    index: int
+    mesh: Mesh  # the rows, (some of data) x model
+    index: int  # among the `count` replicas, the same on all its processes
     count: int
     processes: tuple[int, ...]
 
     @property
     def leader(self) -> int:
+        """The process that writes the results that all hold."""
         return self.processes[0]
 
     @property
     def rows(self) -> list[Mesh]:
         """The devices of each engine: a row each, since an engine's batch is not split."""
         return [Mesh(row[None], AXES, axis_types=self.mesh.axis_types) for row in self.mesh.devices]
-
-    @property
-    def decoding_mesh(self) -> Mesh:
-        """The devices of a single engine: the first row."""
-        return self.rows[0]
 
 
 def replicas(mesh: Mesh) -> list[Replica]:
@@ -246,11 +221,7 @@ def mesh_of(array: Any) -> Mesh | None:
 
 
 def on_row(tree: Any, row: Mesh) -> Any:
-    """Views arrays that are replicated over the rows of a mesh as arrays on one row; copies nothing.
-
-    Args:
-        row: one of `Replica.rows`.
-    """
+    """Views arrays that are replicated over the rows of a mesh as arrays on one of `Replica.rows`; copies nothing."""
 
     def part(x: jax.Array) -> jax.Array:
         spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
@@ -271,7 +242,7 @@ def fetch(tree: Any) -> Any:
     return jax.device_get(jax.tree.map(readable, tree))
 
 
-def constrain(tree: Any, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
+def constrain(tree: Any, rules: Rules) -> Any:
     """Constrains the leaves, inside a program, to the rules' shardings (see `shardings`) on the mesh set, if any."""
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.axis_names):
@@ -281,19 +252,14 @@ def constrain(tree: Any, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
     )
 
 
-def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
-    """Chooses the sharding of each leaf of a pytree of parameters.
+def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
+    """Chooses a NamedSharding for each leaf of a pytree of arrays or ShapeDtypeStructs; returns the same pytree.
 
     Args:
-        tree: arrays or ShapeDtypeStructs in any pytree, NNX modules and states included.
         rules: (regex, spec) pairs. The regex is searched for in the leaf's path, such as "layers/0/attention/kernel";
             the first match wins, no match means replicated. A dimension that its mesh axes do not divide is replicated.
 
-    Returns:
-        The same pytree with a NamedSharding for each leaf.
-
-    Raises:
-        ValueError: a spec has more entries than the leaf has dimensions.
+    Raises ValueError: a spec has more entries than the leaf has dimensions.
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: sharding_of(path, leaf, mesh, rules), tree)
 
@@ -306,26 +272,17 @@ def parameter_path(path: tuple[Any, ...]) -> str:
     return _INSIDE.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
-def sharding_of(
-    path: tuple[Any, ...], leaf: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, PartitionSpec]]
-) -> NamedSharding:
+def sharding_of(path: tuple[Any, ...], leaf: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> NamedSharding:
     """Chooses the sharding of one leaf, see `shardings`."""
     name = parameter_path(path)
     spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
     if len(spec) > len(leaf.shape):
         raise ValueError(f"{name}: got {spec} for shape {tuple(leaf.shape)}, expected at most one entry a dimension")
+
+    def divides(axes: Any, size: int) -> bool:
+        """Axes are None, a name, a tuple of names, or open."""
+        names = () if axes is PartitionSpec.UNCONSTRAINED or not axes else (axes,) if isinstance(axes, str) else axes
+        return size % math.prod(mesh.shape[name] for name in names) == 0
+
     entries = zip(spec, leaf.shape, strict=False)
-    return NamedSharding(
-        mesh, PartitionSpec(*(axes if size % _ways(mesh, axes) == 0 else None for axes, size in entries))
-    )
-
-
-def _ways(mesh: Mesh | AbstractMesh, axes: Any) -> int:
-    """Counts the parts into which the named axes (None, a name or a tuple of names) split a dimension, 1 if open."""
-    if axes is PartitionSpec.UNCONSTRAINED:
-        return 1
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    ways = 1
-    for name in names:
-        ways *= mesh.shape[name]
-    return ways
+    return NamedSharding(mesh, PartitionSpec(*(axes if divides(axes, size) else None for axes, size in entries)))

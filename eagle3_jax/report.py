@@ -30,8 +30,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         overall and per category, with its `draft`, `settings`, `hardware` and `versions`), `stages` (manifests' results
         and seconds), `target`, `prompts_file`.
 
-    Raises:
-        ValueError: no evaluation yet, or evaluations of different targets or prompts.
+    Raises ValueError: no evaluation yet, or evaluations of different targets or prompts.
     """
     folder = config.run_folder
     evaluations = _evaluations(config.folder("evaluate"))
@@ -46,8 +45,7 @@ def run(config: RunConfig) -> dict[str, Any]:
 def data(config: RunConfig) -> str:
     """Formats what the run learns from as tables, from the manifests of the stages that have finished.
 
-    Raises:
-        ManifestError: `prepare` has not finished.
+    Raises ManifestError: `prepare` has not finished.
     """
     prompts = manifest.read(config.folder("prepare"), "prepare", verify=False)["results"]
     later = {verb: stage["results"] for verb, stage in _stages(config).items() if "results" in stage}
@@ -94,11 +92,7 @@ def _middle(counts: dict[str, int]) -> int:
 
 
 def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Puts evaluation reports (name -> report of `evaluate`) and stages together.
-
-    Raises:
-        ValueError: the evaluations measured different targets or prompts.
-    """
+    """Puts evaluation reports (name -> report of `evaluate`) and stages together. Raises ValueError: they differ."""
     first = next(iter(evaluations.values()))
     for name, evaluation in evaluations.items():
         for field in ("target", "prompts_file"):
@@ -145,23 +139,14 @@ def table(report: dict[str, Any]) -> str:
         rows = [(f"{name} ({_size(draft['tree'])})", "vanilla tok/s", f"{name} tok/s", "speed-up", "tau", "identical")]
         several = draft["categories"].items() if len(draft["categories"]) > 1 else ()
         for category, part in [*several, ("all", draft)]:
-            rates = part["tokens_per_second"]
-            rows.append(
-                (
-                    category,
-                    _number(rates["vanilla"], 1),
-                    _number(rates["speculative"], 1),
-                    _number(part["speedup"], 2, "x"),
-                    _number(part["tau"], 2),
-                    _identical(part),
-                )
-            )
+            rates = [_number(part["tokens_per_second"][way], 1) for way in ("vanilla", "speculative")]
+            rows.append((category, *rates, _number(part["speedup"], 2, "x"), _number(part["tau"], 2), _identical(part)))
         lines += command.aligned(rows)
         shares = "  ".join(_number(share, 2) for share in draft["alpha"]) or "-"
         lines += [f"accepted per draft position, of those that got there: {shares}", ""]
-    lines += [*_of_each(report["drafts"], _draft), *_of_each(report["drafts"], _settings)]
     target = f"{report['target']['name']} in {report['target']['dtype']}"
-    lines += _of_each(report["drafts"], lambda draft: f"{target} on {_machine(draft)}")
+    for words in (_drafted_by, _settings, lambda draft: f"{target} on {_machine(draft)}"):
+        lines += _of_each(report["drafts"], words)
     if (said := headline(report)) is not None:
         lines.append(f"{said}, with what the engine chose")
     return "\n".join(lines)
@@ -173,19 +158,17 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
 
     drafts = report["drafts"]
     figure = Figure(figsize=(11, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(2.3, 1))
-    _draw_speedups(left, drafts)
-    _draw_acceptance(right, drafts)
-    for axes in (left, right):
+    sides = figure.subplots(1, 2, width_ratios=(2.3, 1))
+    for draw_side, axes in zip((_draw_speedups, _draw_acceptance), sides, strict=True):
+        draw_side(axes, drafts)
         axes.legend(loc="upper right", frameon=False, ncols=3)
         axes.spines[["top", "right"]].set_visible(False)
-    numbers = "      ".join(
-        f"{name}: speed-up {_number(draft['speedup'], 2, 'x')}, tau {_number(draft['tau'], 2)}, "
-        f"identical {_identical(draft)}"
-        for name, draft in drafts.items()
-    )
     title = ": ".join(filter(None, [f"{report['target']['name']} with drafts", headline(report)]))
     figure.suptitle(f"{title}\n", x=0.012, ha="left", weight="bold", fontsize=13)
+    numbers = "      ".join(
+        f"{name}: speed-up {_number(x['speedup'], 2, 'x')}, tau {_number(x['tau'], 2)}, identical {_identical(x)}"
+        for name, x in drafts.items()
+    )
     figure.text(0.012, 0.925, numbers, ha="left", va="top", fontsize=min(10.5, 26 / len(drafts)))
     machines = _of_each(drafts, lambda draft: f"{_machine(draft)}, {report['target']['dtype']}")
     figure.supxlabel("\n".join([*machines, *_of_each(drafts, _settings)]), fontsize=8.5, color="gray")
@@ -232,34 +215,28 @@ def _evaluations(folder: disk.Path) -> dict[str, dict[str, Any]]:
     for path in paths:
         found[path.stem] = disk.read_json(path)
         if missing := [key for key in _KEYS if key not in found[path.stem]]:
-            raise ValueError(
-                f"{path}: got no {', '.join(missing)}, expected a report of `python -m eagle3_jax.evaluate`"
-            )
+            expected = "expected a report of `python -m eagle3_jax.evaluate`"
+            raise ValueError(f"{path}: got no {', '.join(missing)}, {expected}")
     return found
 
 
 def _stages(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Reads each stage's results (from its manifest) and seconds (from `stages.json`, where that exists)."""
     clock = config.run_folder / "stages.json"
-    stages: dict[str, dict[str, Any]] = {}
-    for name, seconds in (json.loads(clock.read_text()) if clock.exists() else {}).items():
-        stages[name] = {"seconds": seconds}
+    seconds = json.loads(clock.read_text()) if clock.exists() else {}
+    stages: dict[str, dict[str, Any]] = {name: {"seconds": taken} for name, taken in seconds.items()}
     for verb in FOLDERS:
         with contextlib.suppress(manifest.ManifestError):  # not run, or still running
-            stages.setdefault(verb, {})["results"] = manifest.read(config.folder(verb), made_by=verb, verify=False)[
-                "results"
-            ]
+            results = manifest.read(config.folder(verb), made_by=verb, verify=False)["results"]
+            stages.setdefault(verb, {})["results"] = results
     return stages
 
 
 def _size(tree: dict[str, int] | str) -> str:
     if isinstance(tree, str):
         return "chosen by the engine"
-    if copied := tree.get("lookup_tokens"):
-        return f"depth {tree['num_steps']}, {copied} copied, {tree['num_draft_tokens']} tokens"
-    if tree["topk"] == 1:
-        return f"{tree['num_steps']} drafts in a row"
-    return f"depth {tree['num_steps']}, {tree['num_draft_tokens']} tokens"
+    copied = f", {tree['lookup_tokens']} copied" if tree.get("lookup_tokens") else ""
+    return f"depth {tree['num_steps']}{copied}, {tree['num_draft_tokens']} tokens"
 
 
 def _of_each(drafts: dict[str, dict[str, Any]], words: Callable[[dict[str, Any]], str]) -> list[str]:
@@ -269,9 +246,9 @@ def _of_each(drafts: dict[str, dict[str, Any]], words: Callable[[dict[str, Any]]
     return list(same) if len(same) == 1 else [f"{name}: {one}" for name, one in said.items()]
 
 
-def _draft(draft: dict[str, Any]) -> str:
+def _drafted_by(draft: dict[str, Any]) -> str:
     digests = ", ".join(f"{name} {digest[:8]}" for name, digest in (draft["draft"]["files"] or {}).items())
-    return f"drafted by {draft['draft']['folder']}" + (f" (sha256: {digests})" if digests else "")
+    return f"drafted by {draft['draft']['folder']}" + f" (sha256: {digests})" * bool(digests)
 
 
 def _settings(draft: dict[str, Any]) -> str:

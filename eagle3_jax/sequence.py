@@ -21,20 +21,14 @@ from eagle3_jax.mesh import constrain
 class Split:
     """How rows lie over the data axis; the default: each row is one piece.
 
-    Attributes:
-        groups: of neighbouring shards of the data axis; the rows are divided among them.
-        pieces: shards of a group, and pieces of a row. Shard i of a group has piece i of each of the group's rows.
+    Shard i of a group has piece i of each of the group's rows.
     """
 
-    groups: int = 1
-    pieces: int = 1
+    groups: int = 1  # of neighbouring shards of the data axis; the rows are divided among them
+    pieces: int = 1  # shards of a group, and pieces of a row
 
     def cut(self, rows: Shaped[Array, "b t ..."], beyond: int = 0) -> Shaped[Array, "p n ..."]:
-        """Cuts rows into pieces.
-
-        Args:
-            beyond: so many tokens that follow a piece in its row are added to it; zeros follow the row's end.
-        """
+        """Cuts rows into pieces, each with the `beyond` tokens behind it in its row; zeros follow the row's end."""
         parts = rows.reshape(len(rows), self.pieces, -1, *rows.shape[2:])
         following = jnp.concatenate([parts[:, 1:, :beyond], jnp.zeros_like(parts[:, :1, :beyond])], axis=1)
         parts = jnp.concatenate([parts, following], axis=2)

@@ -141,7 +141,7 @@ def test_replicas_share_no_process(rows, expected):
     ]
     for part in parts:
         assert [row.devices.tolist() for row in part.rows] == [[row] for row in part.mesh.devices.tolist()]
-        assert part.decoding_mesh.devices.tolist() == part.mesh.devices[:1].tolist()
+        assert part.rows[0].devices.tolist() == part.mesh.devices[:1].tolist()
 
 
 def test_programs_pin_their_results_where_the_rules_say():

@@ -104,7 +104,7 @@ def test_the_table_says_it_all(config: RunConfig) -> None:
         f"{chain['tau']:.2f}",
         "19/20",
     ]
-    header = next(line for line in lines if line.startswith("chain (4 drafts in a row)"))
+    header = next(line for line in lines if line.startswith("chain (depth 4, 5 tokens)"))
     assert len(header) == len(row)
     assert any(line.startswith("tree (depth 4, 10 tokens)") for line in lines)
     assert lines[-3:] == [

@@ -215,7 +215,7 @@ def test_decoding_takes_little_beside_weights_and_caches(tmp_path, fit, weights)
 def test_quantised_weights_are_counted_in_their_bits(small, tpu_fit):
     """Of the target's own bytes the matrices are most: 8 bits are half of bfloat16, on each of two devices."""
     devices = tpu_fit.topology_devices("v5e:1x2")
-    mesh = tpu_fit.replicas(tpu_fit.make_mesh(tpu_fit.run_file.load(small).mesh, devices))[0].decoding_mesh
+    mesh = tpu_fit.replicas(tpu_fit.make_mesh(tpu_fit.run_file.load(small).mesh, devices))[0].rows[0]
     shares = {}
     for weights in (None, "int8", "int4"):
         options = [] if weights is None else ["--target.weights", weights, "--target.quantise-vocabulary"]

@@ -130,7 +130,7 @@ class Material:
         """Loads the target and encodes the prompts. Raises ValueError: no usable prompts; ManifestError: no head."""
         settings = config.benchmark
         asked = sources.spread(sources.read_file(prompts_path)[0], None)
-        target = target or load_target(config.target, replica.decoding_mesh)
+        target = target or load_target(config.target, replica.rows[0])
         draft, folder = chosen_draft(settings.draft, config.folder("export"), target)
         longest = target.model.config.max_position_embeddings - settings.max_tokens
         fitting, left_out = sources.encode(asked, target.tokenizer, longest, f"--prompts {prompts_path}")

@@ -23,20 +23,15 @@ TAGS = frozenset(
 )
 
 _Section = TypeVar("_Section")
-_INTEGER, _NUMBER, _TRUTH = "an integer", "a number", "true or false"
 _EXPECTED = {
-    "bool_parsing": _TRUTH,
-    "bool_type": _TRUTH,
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "an integer"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
     "dataclass_type": "a mapping of fields",
     "dict_type": "a mapping",
     "finite_number": "a finite number",
-    "float_parsing": _NUMBER,
-    "float_type": _NUMBER,
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
-    "int_from_float": _INTEGER,
-    "int_parsing": _INTEGER,
-    "int_type": _INTEGER,
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "literal_error": "{expected}",
@@ -65,12 +60,9 @@ def require(condition: bool, field: str, got: object, expected: str) -> None:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def section(name: str = "") -> Callable[[type[_Section]], type[_Section]]:
-    """Makes a class a frozen, keyword-only dataclass that pydantic checks.
+    """Makes a class a frozen, keyword-only dataclass whose values pydantic checks, by ConfigError.
 
-    An unknown field, a wrong type, a value out of range and values that exclude each other raise ConfigError.
-
-    Args:
-        name: place of the section in a RunConfig, which stands before the field in errors.
+    `name` is its place in a RunConfig, which stands before the field in errors.
     """
 
     def make(cls: type[_Section]) -> type[_Section]:
@@ -91,14 +83,10 @@ def section(name: str = "") -> Callable[[type[_Section]], type[_Section]]:
     return make
 
 
-def problems(
-    error: pydantic.ValidationError, prefix: str = "", meant: Callable[[str], str] = lambda _: ""
-) -> list[str]:
+def problems(error: pydantic.ValidationError, prefix: str = "", meant: Callable[[str], str] | None = None) -> list[str]:
     """Formats a line for each problem: "train.batch_size: got 0, expected at least 1".
 
-    Args:
-        prefix: place of the validated values in a RunConfig.
-        meant: returns a suggestion to append for an unknown dotted name.
+    `prefix` is the values' place in a RunConfig; `meant` gives a suggestion to append for an unknown dotted name.
     """
     lines = []
     for item in error.errors():
@@ -111,5 +99,5 @@ def problems(
         else:
             expected = _EXPECTED[kind].format_map(context) if kind in _EXPECTED else f"another value: {item['msg']}"
             line = f"{place or 'config'}: got {got!r}, expected {expected}"
-        lines.append(line + meant(place) if kind == "unexpected_keyword_argument" else line)
+        lines.append(line + meant(place) if meant and kind == "unexpected_keyword_argument" else line)
     return lines

@@ -38,10 +38,8 @@ class ConversationsSource:
     """A JSONL file of conversations that another engine (SGLang, vLLM) let the target have.
 
     OpenAI `messages` or ShareGPT `conversations`, with the assistant's answers (see data.sources.conversations).
-    Filters and the split work as on prompts, by the users' turns; of several conversations on (nearly) the same prompt
-    the first stays. Filters for `prepare.personal_data` and template markers read the answers too. `regenerate` passes
-    the conversations on as they are and records the file as their author. Nothing checks that the author was this
-    target at these settings: a head learns what it is given.
+    Filters and the split work as on prompts, by the users' turns. `regenerate` passes the conversations on as they are.
+    Nothing checks that the author was this target at these settings: a head learns what it is given.
     """
 
     kind: Literal["conversations"]
@@ -108,15 +106,8 @@ class CloudDlpConfig:
     project: str | None = None
     location: str = "global"
     info_types: Annotated[tuple[str, ...], Field(min_length=1)] = (
-        "EMAIL_ADDRESS",
-        "PHONE_NUMBER",
-        "PERSON_NAME",
-        "STREET_ADDRESS",
-        "CREDIT_CARD_NUMBER",
-        "IBAN_CODE",
-        "IP_ADDRESS",
-        "GOVERNMENT_ID",
-        "SECURITY_DATA",
+        *("EMAIL_ADDRESS", "PHONE_NUMBER", "PERSON_NAME", "STREET_ADDRESS", "CREDIT_CARD_NUMBER"),
+        *("IBAN_CODE", "IP_ADDRESS", "GOVERNMENT_ID", "SECURITY_DATA"),
     )
     min_likelihood: Literal["POSSIBLE", "LIKELY", "VERY_LIKELY"] = "LIKELY"
     token_variable: str | None = None

@@ -15,29 +15,22 @@ from typing import Any, NoReturn
 from eagle3_jax.config.checks import ConfigError
 from eagle3_jax.config.run import RunConfig
 
-_ALIASES = {"train.warm_start": "--warm-start"}
+_ALIASES = {"train.warm_start": ("--warm-start",)}
 _NONE = ("None", "null")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """One flag.
+    """One flag."""
 
-    Attributes:
-        place: dotted name: "train.ttt_steps".
-        kind: type, without pydantic's annotations.
-        text: from the section's docstring.
-    """
-
-    place: str
-    kind: Any
+    place: str  # "train.ttt_steps"
+    kind: Any  # type, without pydantic's annotations
     default: Any
-    text: str
+    text: str  # from the section's docstring
 
     @property
     def flags(self) -> list[str]:
-        flag = f"--{self.place}".replace("_", "-")
-        return [*filter(None, [_ALIASES.get(self.place)]), flag]
+        return [*_ALIASES.get(self.place, ()), f"--{self.place}".replace("_", "-")]
 
     @property
     def negation(self) -> str:
@@ -49,11 +42,7 @@ class _Field:
 def overrides(words: Sequence[str], others: Collection[str] = ()) -> dict[str, Any]:
     """Parses `--section.field VALUE ...` into nested values, as texts that the fields' types interpret later.
 
-    Args:
-        others: the command line's other flags, which an unknown one may mean.
-
-    Raises:
-        ConfigError: a flag that is no field, or one without a value.
+    `others` are further flags, which an unknown one may mean. Raises ConfigError: no field, or one without a value.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in fields(RunConfig):
@@ -78,16 +67,12 @@ def overrides(words: Sequence[str], others: Collection[str] = ()) -> dict[str, A
             inner = values
             for section in sections:
                 inner[section] = inner = inner[section] if isinstance(inner.get(section), dict) else {}
-            inner[name] = _value(field, getattr(given, field.place))
+            value, kinds = getattr(given, field.place), _parts(field.kind)
+            if types.NoneType in kinds and value in (*_NONE, *([none] for none in _NONE)):
+                value = None
+            one_will_do = isinstance(value, list) and len(value) == 1 and not kinds <= {tuple, types.NoneType}
+            inner[name] = value[0] if one_will_do else value
     return values
-
-
-def _value(field: _Field, given: Any) -> Any:
-    kinds = _parts(field.kind)
-    if types.NoneType in kinds and given in (*_NONE, *([none] for none in _NONE)):
-        return None
-    one_will_do = isinstance(given, list) and len(given) == 1 and not kinds <= {tuple, types.NoneType}
-    return given[0] if one_will_do else given
 
 
 def add_to_help(parser: argparse.ArgumentParser, sections: Collection[str]) -> None:
@@ -99,10 +84,10 @@ def add_to_help(parser: argparse.ArgumentParser, sections: Collection[str]) -> N
         group = parser.add_argument_group(name, description)
         for field in fields(section, "" if section is RunConfig else f"{name}.", nested=section is not RunConfig):
             text, default = field.text.replace("%", "%%"), field.default
+            if isinstance(default, tuple):
+                default = " ".join(map(str, default)) or "none"
             if default is not dataclasses.MISSING:
-                text += (
-                    f" (default: {' '.join(map(str, default)) or 'none' if isinstance(default, tuple) else default})"
-                )
+                text += f" (default: {default})"
             if field.kind is bool:
                 group.add_argument(*field.flags, field.negation, action="store_true", help=text)
             else:
@@ -126,11 +111,7 @@ def _underscored(flag: str) -> str:
 
 
 def fields(section: Any, prefix: str = "", nested: bool = True) -> Iterator[_Field]:
-    """Yields a section's fields. Lists of sections (sources, trees) stand in the YAML alone.
-
-    Args:
-        nested: includes the fields of its sections.
-    """
+    """Yields a section's fields, with `nested` those of its sections. Lists of sections stand in the YAML alone."""
     _, _, attributes = inspect.cleandoc(section.__doc__ or "").partition("\nAttributes:\n")
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.MULTILINE))
     kinds = typing.get_type_hints(section)

@@ -7,17 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class KindRow:
-    """Where a kind of draft is written down.
+    """Where a kind of draft is written down, as "module:name"."""
 
-    Attributes:
-        record: "module:name" of its `formats.kinds.DraftKind`.
-        training: "module:name" of its `training.kinds.kind.Kind`; None: it is not trained.
-        in_target: whether a target's own checkpoint may hold it: its name is then a draft, as a folder is.
-    """
-
-    record: str
-    training: str | None = None
-    in_target: bool = False
+    record: str  # its `formats.kinds.DraftKind`
+    training: str | None = None  # its `training.kinds.kind.Kind`; None: it is not trained
+    in_target: bool = False  # whether a target's own checkpoint may hold it: its name is then a draft, as a folder is
 
 
 _BLOCKS, _TRAINING = "eagle3_jax.formats.blocks.kinds", "eagle3_jax.training.kinds"

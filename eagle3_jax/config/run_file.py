@@ -17,20 +17,14 @@ from eagle3_jax.runs import disk
 def load(path: str | disk.Path, overrides: Sequence[str] = (), others: Collection[str] = ()) -> RunConfig:
     """Reads a YAML run file, local or in a bucket, and applies dotted overrides such as `--train.learning_rate 3e-4`.
 
-    Args:
-        others: the command line's other flags, which an unknown one may mean.
-
-    Raises:
-        ConfigError: unreadable file, unknown key, wrong type, value out of range.
+    `others` are further flags, which an unknown one may mean. Raises ConfigError: unreadable file, wrong values.
     """
     path = disk.path_of(path)
     try:
         values = yaml.load(disk.read_bytes(path).decode(), _Loader)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path}: not UTF-8: {error}") from error
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, RecursionError) as error:  # RecursionError: thousands of brackets
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: got {type(values).__name__}, expected a mapping of sections")
@@ -54,15 +48,12 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
     """Validates nested values (as read from YAML) into a RunConfig. Raises ConfigError."""
     try:
         config = pydantic.TypeAdapter(RunConfig).validate_python(values)
+        wrong = list(_mistaken(values, config, ()))
     except pydantic.ValidationError as error:
-        raise _invalid(problems(error, meant=flags.meant)) from None
-    if mistaken := list(_mistaken(values, config, ())):
-        raise _invalid(mistaken)
+        wrong = problems(error, meant=flags.meant)
+    if wrong:
+        raise ConfigError("\n  ".join(["invalid configuration:", *wrong]))
     return config
-
-
-def _invalid(lines: list[str]) -> ConfigError:
-    return ConfigError("\n  ".join(["invalid configuration:", *lines]))
 
 
 def to_dict(config: Any) -> dict[str, Any]:
