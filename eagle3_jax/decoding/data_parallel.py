@@ -18,11 +18,7 @@ Result = TypeVar("Result")
 
 
 def targets(target: Target, replica: Replica) -> list[Target]:
-    """Makes the target of each engine of a replica, a view of the arrays on its row.
-
-    Args:
-        target: loaded on `replica.mesh`.
-    """
+    """Makes the target of each engine of a replica, a view of the arrays on its row; `target` is on its mesh."""
     rows = replica.rows
     if len(rows) == 1:
         return [target]
@@ -34,10 +30,8 @@ def converse(
 ) -> None:
     """Answers a stream of prompts as `Engine.converse` does; the engine that has room takes the next one.
 
-    A conversation stays with its engine, whose caches hold it.
-
-    Args:
-        asked, on_output: called by one thread at a time. An exception ends the other engines at their next answer.
+    A conversation stays with its engine, whose caches hold it. One thread at a time calls `asked` and `on_output`. An
+    exception ends the other engines at their next answer.
     """
     lock, ended = threading.Lock(), threading.Event()
 
@@ -71,11 +65,7 @@ def generate(
     params: Sequence[SamplingParams],
     on_output: Callable[[int, Output], object],
 ) -> None:
-    """Answers prompts, one answer each; see `converse`.
-
-    Args:
-        on_output: gets the prompt's index, and its answer.
-    """
+    """Answers prompts, one answer each; see `converse`. `on_output` gets the prompt's index, and its answer."""
 
     def report(index: int, output: Output) -> None:
         on_output(index, output)
@@ -92,8 +82,8 @@ def answers(engines: Sequence[Engine], prompts: Sequence[Prompt], params: Sequen
 
 def together(works: Sequence[Callable[[], Result]]) -> list[Result]:
     """Runs each work in a thread, a single one in this thread; returns the results, or raises the first exception."""
-    if len(works) == 1:
-        return [works[0]()]
+    if len(works) < 2:
+        return [work() for work in works]
     with concurrent.futures.ThreadPoolExecutor(len(works), "eagle3_jax row") as threads:
         running = [threads.submit(work) for work in works]
         failures = [future.exception() for future in concurrent.futures.as_completed(running)]

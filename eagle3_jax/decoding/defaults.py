@@ -14,14 +14,9 @@ _FIELDS["max_new_tokens"] = "max_tokens"
 
 
 def sampling_defaults(chosen: str, target: str) -> dict[str, Any]:
-    """Reads the defaults, as arguments of `SamplingParams`; `max_tokens` is a limit.
+    """Reads the defaults that `serve.generation_config` chose, as arguments of `SamplingParams`; `max_tokens` limits.
 
-    Args:
-        chosen: see `serve.generation_config`.
-        target: the target's name.
-
-    Raises:
-        ValueError: a folder without the file, or a value out of range.
+    Raises ValueError: a folder without the file, or a value out of range.
     """
     if chosen == "vllm":
         return {}

@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import jax
 
 from eagle3_jax.config import AdaptConfig, DraftTree, FewBits, MeshConfig, TargetConfig, Weights
+from eagle3_jax.config.checks import require
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.adapt.api import Learner
 from eagle3_jax.decoding.arguments import KVDtype
@@ -28,7 +29,7 @@ from eagle3_jax.decoding.device.runner import ModelRunner, Runner
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.load import load_models
 from eagle3_jax.decoding.loop import EngineLoop
-from eagle3_jax.decoding.measure import padding, profile
+from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt, encode
@@ -41,6 +42,7 @@ from eagle3_jax.formats.packaged import AUTO
 from eagle3_jax.models.checkpoint import trees
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.quantisation import quantised_as
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import machine, processes
 from eagle3_jax.runs.progress import Progress
@@ -127,12 +129,11 @@ class Engine:
                 "that the draft declares; behind them fewer drafts may be accepted, the tokens stay the target's",
                 stacklevel=2,
             )
-        every, learner = tiers.tiers, None
-        if not (adapt is None or isinstance(adapt, AdaptConfig)):
-            raise ValueError(f"adapt: got {adapt!r}, expected AdaptConfig, or None")
+        every, learner, learned = tiers.tiers, None, 0
+        require(adapt is None or isinstance(adapt, AdaptConfig), "adapt", adapt, "AdaptConfig, or None")
         if adapt is not None:
             learner, target, draft = _learner(adapt, target, draft, simulated_acceptance, identity)
-        learned = 0 if adapt is None else adapt.row_length
+            learned = adapt.row_length
         kept = (batch_size if prefix_cache else 0) if target.config.recurrent else None
         sizes = Sizes.plan(batch_size, max_length, page_size, every, learned=learned, kept_states=kept)
         if memory_fraction is not None:
@@ -140,15 +141,15 @@ class Engine:
         if kv_tokens is not None:
             sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens, learned, kept)
         runner = ModelRunner(target, draft, every, sizes, stored, draft_weights)
-        limits: dict[str, Any] = {"prefix_cache": prefix_cache, "queue_limit": queue_limit, "learner": learner}
-        self._start(tokenizer, runner, tiers, limits)
+        self._start(tokenizer, runner, tiers, prefix_cache, queue_limit, learner)
 
-    def _start(self, tokenizer: Any, runner: Runner, tiers: TierChoice, limits: dict[str, Any]) -> None:
+    def _start(self, tokenizer: Any, runner: Runner, tiers: TierChoice, *limits: Any) -> None:
         self.tokenizer, self.tiers = tokenizer, tiers
         self.batch_size, self.max_length = runner.sizes.batch, runner.sizes.max_length
-        self._runner, self._limits, self._learner = runner, limits, limits["learner"]
+        self._runner, self._limits = runner, limits
+        self._learner: Learner | None = limits[-1]
         self._end_ids = end_ids(runner.target.config, tokenizer)
-        self._scheduler = Scheduler(runner, tiers, self._end_ids, **limits)
+        self._scheduler = Scheduler(runner, tiers, self._end_ids, *limits)
         self._loop, self._warm_up = EngineLoop(self._scheduler), None
 
     def on(self, runner: Runner) -> Engine:
@@ -158,7 +159,7 @@ class Engine:
             runner: another one, of the same models and sizes.
         """
         engine = Engine.__new__(Engine)
-        engine._start(self.tokenizer, runner, copy.deepcopy(self.tiers), self._limits)
+        engine._start(self.tokenizer, runner, copy.deepcopy(self.tiers), *self._limits)
         return engine
 
     @classmethod
@@ -186,15 +187,12 @@ class Engine:
                 vanilla decoding. Otherwise a loaded head; the folder of a head, from `export` or in another engine's
                 form (see `load_draft`); or the folder or name of a smaller model with the target's vocabulary (SGLang's
                 STANDALONE).
-            tree: shape of the draft, see `__init__`. "auto", the default, chooses for every dispatch.
-            batch_size: sequences decoded together.
-            max_length: most tokens of a prompt and its answer, at most the target's positions.
+            tree, batch_size, max_length, **options: see `__init__`.
             dtype: dtype of weights and activations; None is the TargetConfig's, float32 for a name.
             weights: quantises the target's matrices at load, see `TargetConfig`; None is the TargetConfig's.
             quantization: `weights` by the name of vLLM and SGLang.
             mesh: shards the models over its model axis; None is one device.
             token_map: draft vocabulary of an EAGLE-2 head given by its folder (FR-Spec), see `load_draft`.
-            **options: the keyword arguments of `__init__`.
 
         Returns:
             An engine that answers at once, and compiles each program at its first use; see `warm_up`.
@@ -203,13 +201,12 @@ class Engine:
             ValueError: arguments that do not go together, or do not fit the target.
             ManifestError, DraftFormatError: see `load_draft`.
         """
-        if weights is not None and quantization is not None:
-            raise ValueError(f"weights, quantization: got {weights!r} and {quantization!r}, expected one of them")
+        require(None in (weights, quantization), "weights, quantization", (weights, quantization), "one of them")
         model, tokenizer, head, identity = load_models(
             target, draft, dtype=dtype, weights=weights or quantization, mesh=mesh, token_map=token_map
         )
-        sizes = {"batch_size": batch_size, "max_length": max_length}
-        return cls(model, tokenizer, head, tree, **sizes, identity=identity, **options)
+        options |= {"batch_size": batch_size, "max_length": max_length, "identity": identity}
+        return cls(model, tokenizer, head, tree, **options)
 
     @property
     def target(self) -> TargetModel:
@@ -224,12 +221,10 @@ class Engine:
     @property
     def own_runner(self) -> ModelRunner:
         """The model runner. Raises RuntimeError: the engine is on several hosts, see `hosts.api.lead`."""
-        if not isinstance(self._runner, ModelRunner):
-            raise RuntimeError(
-                "got an engine on several hosts, expected `warm_up` and the like before `lead`; "
-                "for other weights start all processes again"
-            )
-        return self._runner
+        if isinstance(self._runner, ModelRunner):
+            return self._runner
+        expected = "`warm_up` and the like before `lead`; for other weights start all processes again"
+        raise RuntimeError(f"got an engine on several hosts, expected {expected}")
 
     def generate(
         self,
@@ -240,8 +235,7 @@ class Engine:
         """Answers prompts, in their order; the n answers to one prompt follow each other.
 
         Args:
-            prompts: each a string (one user turn), messages (both through the chat template), or token ids; messages
-                alone are one chat.
+            prompts: each as for `encode`; messages alone are one chat.
             params: for all, or one for each prompt. The default is greedy, 128 tokens at most.
             on_output: called with the index and the answer of each finished request at once. If it raises, answers
                 that ended together are still reported; then its first exception is raised and the rest is aborted.
@@ -272,12 +266,10 @@ class Engine:
 
         Args:
             asked: a name, a prompt and the parameters of one answer (`n` 1), read when there is room for it.
-            on_output: called with the name and the answer of each finished request at once. It returns the next prompt
-                of that conversation, which is answered before others, or None. If it raises, see `generate`.
+            on_output: as of `generate`, with the name. It returns the next prompt of that conversation, which is
+                answered before others, or None.
 
-        Raises:
-            ValueError: a prompt that is too long, empty or of another kind.
-            Exception: the failure of the device that ended one of these requests.
+        Raises: see `generate`.
         """
         following: collections.deque[Asked[Name]] = collections.deque()
 
@@ -295,14 +287,10 @@ class Engine:
         self._answer(take, report)
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[Piece]:
-        """Answers one prompt piece by piece; closing the iterator aborts the request.
+        """Answers one prompt piece by piece; the last has a finish reason. Closing the iterator aborts the request.
 
         Args:
-            prompt: a string (one user turn), messages (both through the chat template), or token ids.
-            params: parameters of one answer, `n` 1.
-
-        Yields:
-            Pieces of the answer; the last one has a finish reason.
+            prompt, params: see `submit`.
 
         Raises:
             ValueError, QueueFullError: see `submit`.
@@ -329,8 +317,7 @@ class Engine:
         """Queues a request, from any thread.
 
         Args:
-            prompt: a string (one user turn), messages (both through the chat template), or token ids; of 1 to
-                `max_length` - 1 tokens.
+            prompt: as for `encode`; of 1 to `max_length` - 1 tokens.
             params: parameters of one answer, `n` 1.
             timeout: seconds after which the answer ends with the tokens it has ("timeout"). None is no limit.
             sample: index among several answers to one prompt and seed.
@@ -347,7 +334,7 @@ class Engine:
             RuntimeError: the engine simulates acceptance, or its mesh spans several processes.
         """
         arguments.check_submitted(params, timeout=timeout, sample=sample, drafts=drafts, adapt=adapt)
-        if self.tiers.simulated is not None:
+        if self.tiers.tiers[-1].simulated is not None:
             raise RuntimeError("submit: got an engine with simulated_acceptance, which is for benchmarks alone")
         if self._runner.lockstep:
             raise RuntimeError("submit: got a mesh of several processes, expected one; there use `generate`")
@@ -371,19 +358,15 @@ class Engine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Encodes a prompt as `generate` does.
+        """Encodes a prompt as `generate` does: token ids, for a string or messages with the answer's opening behind.
 
         Args:
             prompt: a string (one user turn), messages (both through the chat template), or token ids.
             chat_template_kwargs: variables of the chat template, such as `enable_thinking` of Qwen 3's; as in vLLM.
             tools: definitions of tools, in OpenAI's form, for the chat template.
 
-        Returns:
-            Token ids; for a string or messages with the answer's opening behind them.
-
         Raises:
-            ValueError: a prompt of another kind, messages that the chat template refuses, or arguments of
-                `apply_chat_template` among its variables.
+            ValueError: another kind of prompt, messages that the template refuses, or variables that it does not take.
         """
         return encode(self.tokenizer, prompt, chat_template_kwargs=chat_template_kwargs, tools=tools)
 
@@ -452,10 +435,9 @@ class Engine:
             progress: True shows bars on a terminal and lines elsewhere, False nothing; a function gets the lines, at
                 most one every 15 seconds of a stage.
             greedy_alone: leaves out the costs of requests with a temperature or other sampling parameters.
-            background: returns as soon as requests are answered without a compilation, by rounds of the whole batch,
-                without drafts or with the default ones. A thread of low priority compiles the rest. It measures while
-                no request runs, and gives way to one within a dispatch. `stats` tells how many programs are ready.
-                Where there are several processes, which must compile and measure alike, it returns when all is done.
+            background: returns as soon as requests are answered without a compilation, by rounds of the whole batch. A
+                thread of low priority compiles the rest, and measures while no request runs. `stats` tells how many
+                programs are ready. Several processes, which must compile and measure alike, return when all is done.
 
         Raises:
             RuntimeError: requests run, or an earlier warm-up does.
@@ -467,26 +449,23 @@ class Engine:
         with self._loop.exclusive("warm_up"):
             if folder is not None:
                 machine.keep_programs(folder)
-            runner.pad(padding.cheapest(runner))
+            runner.pad(profile.cheapest_rows(runner))
             self._scheduler.forget_device()
-            self._warm_up = WarmUp(runner, self.tiers, folder, greedy_alone=greedy_alone, progress=progress)
+            self._warm_up = WarmUp(runner, self.tiers, folder, progress, greedy_alone)
             self._warm_up.first()
             if self._learner is not None:
                 self._learner.compile()
-            if not background:
+            if background:
+                self._warm_up.rest_in_background(self._loop.lend)  # which waits for the end of this block
+            else:
                 self._warm_up.rest(lambda _: contextlib.nullcontext(lambda: None))
                 self._scheduler.forget_device()
-        if background:
-            self._warm_up.rest_in_background(self._loop.lend)
 
     def profile(self, tier: Tier) -> Round:
         """Measures a greedy round with all slots busy, and its stages; empties the caches.
 
         Args:
             tier: one of `engine.tiers.tiers`.
-
-        Returns:
-            Seconds of the round and of each stage, and the bytes that the round must read.
 
         Raises:
             RuntimeError: requests run.
@@ -497,10 +476,9 @@ class Engine:
             return measured
 
     def replace_draft(self, draft: Draft) -> None:
-        """Drafts with another head of the same shape, such as the next training step's, without compiling again.
+        """Drafts with another head, such as the next training step's, without compiling again; empties the caches.
 
         On a CPU a matrix is rounded to bfloat16 where the first head's was stored so, since bfloat16 held its numbers.
-        The caches are emptied.
 
         Args:
             draft: a head with the config and dtype of the engine's own.
@@ -509,8 +487,7 @@ class Engine:
             ValueError: a head of another shape or dtype, an engine without one, or one with `adapt`.
             RuntimeError: requests run.
         """
-        if not isinstance(draft, Draft):
-            raise ValueError(f"draft: got {draft!r}, expected a loaded head, see `load_draft`")
+        require(isinstance(draft, Draft), "draft", draft, "a loaded head, see `load_draft`")
         before = None if self.draft is None else (self.draft.head.config, self.draft.head.dtype)
         if (got := (draft.head.config, draft.head.dtype)) != before:
             raise ValueError(f"draft: got a head of {got}, expected one of {before}")
@@ -545,12 +522,12 @@ class Engine:
             RuntimeError: an engine on several hosts, see `hosts.api.lead`.
         """
         runner, dtype = self.own_runner, self.target.embed[...].dtype
-        target = runner.quantised_target(trees.target_of(weights, self.target.config, dtype, runner.mesh))
+        target = quantised_as(runner.few_bits, trees.target_of(weights, self.target.config, dtype, runner.mesh))
         packed = runner.packed_target(target)
         if self._learner is not None:
             self._learner.teach(packed.embed[...], target.lm_head[...] if hasattr(target, "lm_head") else None)
         self._scheduler.replace_target(packed)
-        self._loop.drive(lambda: not self._scheduler.target_waits)
+        self._loop.drive(lambda: self._scheduler.target is None)
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, sample: int, **options: Any) -> Request:
         ids = encode(self.tokenizer, prompt, name)
@@ -598,12 +575,11 @@ def _learner(
 
     A head is committed once it was trained. A program would be compiled once more for it if the first one were not.
     """
-    if draft is None or simulated is not None:
-        got = "no draft head" if draft is None else "simulated_acceptance"
-        raise ValueError(f"adapt: got it with {got}, expected a draft head that learns")
     place = target.embed[...].sharding
-    if not place.is_fully_addressable:
-        raise ValueError("adapt: got a target on devices of several processes, expected one process")
+    if draft is None or simulated is not None or not place.is_fully_addressable:
+        got = "no draft head" if draft is None else "simulated_acceptance"
+        got = got if place.is_fully_addressable else "a target on devices of several processes"
+        raise ValueError(f"adapt: got it with {got}, expected a draft head that learns in one process")
     from eagle3_jax.decoding.adapt.learner import HeadLearner  # optimizers and checkpoints: seconds of imports
 
     learner = HeadLearner(adapt, target, draft, identity)

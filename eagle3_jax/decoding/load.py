@@ -7,6 +7,7 @@ import pathlib
 from typing import Any, Literal
 
 from eagle3_jax.config import MeshConfig, TargetConfig, Weights
+from eagle3_jax.config.checks import require
 from eagle3_jax.config.kinds import in_target
 from eagle3_jax.formats import kinds
 from eagle3_jax.formats.heads import load_draft
@@ -28,15 +29,10 @@ def load_models(
 ) -> tuple[TargetModel, Any, Draft | Literal["lookup"] | None, dict[str, Any]]:
     """Loads the target, observed at the draft's layers, its tokenizer, the draft, and the target's identity.
 
-    Arguments: `Engine.load`.
-
-    Raises:
-        ValueError: arguments of another kind, or that do not go together; before anything is loaded.
-        ManifestError, DraftFormatError: see `load_draft`.
+    Arguments and errors: `Engine.load`. Those that do not go together are refused before anything is loaded.
     """
-    if not (draft is None or isinstance(draft, str | pathlib.Path | Draft)):
-        expected = "a folder, a name, 'auto', 'lookup', 'mtp', a loaded head, or None for no drafts"
-        raise ValueError(f"draft: got {draft!r}, expected {expected}")
+    expected = "a folder, a name, 'auto', 'lookup', 'mtp', a loaded head, or None for no drafts"
+    require(draft is None or isinstance(draft, str | pathlib.Path | Draft), "draft", draft, expected)
     in_folder = isinstance(draft, str | pathlib.Path) and draft not in (AUTO, LOOKUP) and not in_target(draft)
     if token_map is not None and not in_folder:
         got = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__

@@ -80,11 +80,8 @@ class EngineLoop:
     def lend(self, stop_point: Callable[[], object]) -> Iterator[Callable[[], None]]:
         """Lends the device once it has been idle for a moment; its state is forgotten.
 
-        Args:
-            stop_point: called now and then while it waits, and by the function; may raise.
-
-        Yields:
-            A function that lets requests go first, where there are any, and returns when the device is idle again.
+        Yields a function that lets requests go first, where there are any, and returns when the device is idle again.
+        Both call `stop_point` now and then, which may raise.
         """
 
         def give_back() -> None:
@@ -165,7 +162,7 @@ class EngineLoop:
 
     def _end_aborted(self) -> None:
         """Ends aborted requests while no thread works; a working thread does so in its next turn or in `_let_go`."""
-        while self._scheduler.has_aborted and self._working.acquire(blocking=False):
+        while self._scheduler.aborted and self._working.acquire(blocking=False):
             try:
                 self._scheduler.sweep()
             finally:

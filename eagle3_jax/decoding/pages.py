@@ -45,9 +45,8 @@ class PageAllocation:
 class PagePool:
     """Pages 1 to `pages`; page 0 is `state.TRASH` and belongs to no request.
 
-    Args:
-        reuse: keeps the pages of ended requests for prompts that begin alike, until the room is needed.
-        states: room for copies of a recurrent target's state; None: it has no state.
+    `reuse` keeps the pages of ended requests for prompts that begin alike, until the room is needed. There is room for
+    so many copies (`states`) of a recurrent target's state; None: it has none.
     """
 
     def __init__(self, pages: int, page_size: int, *, reuse: bool = True, states: int | None = None) -> None:
@@ -121,9 +120,8 @@ class PagePool:
     def register(self, allocation: PageAllocation, ids: Sequence[int], *, drafted: bool = True) -> None:
         """Makes pages findable whose entries are written, or will be by programs already dispatched.
 
-        Args:
-            ids: the request's tokens so far; those of whole pages with a token behind them count.
-            drafted: whether the draft head has read them too.
+        Of the request's tokens so far, those of whole pages with a token behind them count. `drafted`: the head has
+        read them too.
         """
         known = allocation.known
         while self.reuse and allocation.registering and (len(known) + 1) * self.page_size < len(ids):
@@ -140,11 +138,7 @@ class PagePool:
             known.append((page, self._uses[page]))
 
     def release(self, allocation: PageAllocation, *, forget: bool = False) -> None:
-        """Gives the pages back; the allocation is empty then, so a second call does nothing.
-
-        Args:
-            forget: makes the entries that this request wrote unfindable.
-        """
+        """Gives the pages back, once; `forget` makes the entries that this request wrote unfindable."""
         for index, page in reversed(list(enumerate(allocation.pages))):
             self._holders[page] -= 1
             if forget and index * self.page_size >= allocation.reused and page in self._key:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from eagle3_jax.config.checks import require
+
 # Sizes of a batch's tables.
 MAX_STOP_IDS = 16
 MAX_BIASED = 64
@@ -70,45 +72,29 @@ class SamplingParams:
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), np.generic):
                 object.__setattr__(self, field.name, value.item())
-        checks: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], bool], str], ...] = (
-            ("temperature", is_number, lambda x: 0 <= x <= _LARGEST, "a finite number, 0 (greedy) or more"),
-            ("top_p", is_number, lambda x: _SMALLEST <= x <= 1, "a number in (0, 1]"),
-            ("top_k", _is_int, lambda x: 0 <= x < 2**31, "an integer, 0 (off) or more, below 2**31"),
-            ("min_p", is_number, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
-            ("max_tokens", _is_int, lambda x: x >= 1, "an integer, at least 1"),
-            ("min_tokens", _is_int, lambda x: 0 <= x <= self.max_tokens, "an integer from 0 to max_tokens"),
-            ("seed", _is_int, lambda x: -(2**63) <= x < 2**63, "an integer from -2**63 to 2**63 - 1"),
-            ("n", _is_int, lambda x: x >= 1, "an integer, at least 1"),
-            ("ignore_eos", lambda x: isinstance(x, bool), lambda _: True, "True or False"),
-            ("stop", lambda x: _all(x, lambda s: isinstance(s, str)), lambda x: all(x), "strings that are not empty"),
-            ("stop_token_ids", lambda x: _all(x, _is_int), lambda x: all(i >= 0 for i in x), "token ids"),
-            (
-                "repetition_penalty",
-                is_number,
-                lambda x: _SMALLEST <= x <= _LARGEST,
-                "a finite number above 0 (1 is off)",
+        checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+            "temperature": (lambda x: is_number(x) and 0 <= x <= _LARGEST, "a finite number, 0 (greedy) or more"),
+            "top_p": (lambda x: is_number(x) and _SMALLEST <= x <= 1, "a number in (0, 1]"),
+            "top_k": (lambda x: is_whole(x) and 0 <= x < 2**31, "an integer, 0 (off) or more, below 2**31"),
+            "min_p": (lambda x: is_number(x) and 0 <= x <= 1, "a number in [0, 1]"),
+            "max_tokens": (lambda x: is_whole(x) and x >= 1, "an integer, at least 1"),
+            "min_tokens": (lambda x: is_whole(x) and 0 <= x <= self.max_tokens, "an integer from 0 to max_tokens"),
+            "seed": (lambda x: is_whole(x) and -(2**63) <= x < 2**63, "an integer from -2**63 to 2**63 - 1"),
+            "n": (lambda x: is_whole(x) and x >= 1, "an integer, at least 1"),
+            "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
+            "stop": (lambda x: _all(x, lambda s: isinstance(s, str) and s != ""), "strings that are not empty"),
+            "stop_token_ids": (lambda x: _all(x, _is_id), "token ids"),
+            "repetition_penalty": (lambda x: _is_finite(x) and x >= _SMALLEST, "a finite number above 0 (1 is off)"),
+            "presence_penalty": (_is_finite, "a finite number"),
+            "frequency_penalty": (_is_finite, "a finite number"),
+            "logit_bias": (_is_bias, f"finite numbers by token id, {MAX_BIASED} at most"),
+            "logprobs": (
+                lambda x: x is None or (is_whole(x) and 0 <= x <= MAX_LOGPROBS),
+                f"None or an integer from 0 to {MAX_LOGPROBS}",
             ),
-            ("presence_penalty", is_number, _is_finite, "a finite number"),
-            ("frequency_penalty", is_number, _is_finite, "a finite number"),
-            (
-                "logit_bias",
-                _is_bias,
-                lambda x: len(x) <= MAX_BIASED,
-                f"finite numbers by token id, {MAX_BIASED} at most",
-            ),
-            (
-                "logprobs",
-                lambda x: x is None or _is_int(x),
-                lambda x: 0 <= (x or 0) <= MAX_LOGPROBS,
-                "None or an integer from 0 to 20",
-            ),
-        )
-        for field, is_type, holds, expected in checks:
-            value = getattr(self, field)
-            if not is_type(value):
-                raise ValueError(f"{field}: got {value!r} ({type(value).__name__}), expected {expected}")
-            if not holds(value):
-                raise ValueError(f"{field}: got {value!r}, expected {expected}")
+        }
+        for field, (holds, expected) in checks.items():
+            require(holds(value := getattr(self, field)), field, value, expected)
 
     @property
     def seed_bits(self) -> int:
@@ -135,12 +121,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-def _is_finite(value: float | np.number) -> bool:
-    return abs(value if isinstance(value, int) else float(value)) <= _LARGEST
-
-
-def _is_int(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Tells whether a value is an integer of Python or numpy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and abs(value if isinstance(value, int) else float(value)) <= _LARGEST
+
+
+def _is_id(value: Any) -> bool:
+    return is_whole(value) and value >= 0
 
 
 def _all(values: Any, holds: Callable[[Any], bool]) -> bool:
@@ -148,6 +139,5 @@ def _all(values: Any, holds: Callable[[Any], bool]) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(
-        _is_int(token) and token >= 0 and is_number(bias) and _is_finite(bias) for token, bias in value.items()
-    )
+    are = isinstance(value, Mapping) and all(_is_id(token) and _is_finite(bias) for token, bias in value.items())
+    return are and len(value) <= MAX_BIASED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ class EnginePool:
     """
 
     def __init__(self, engines: Sequence[Engine], queue_limit: int | None = None) -> None:
-        """Args: queue_limit: most requests that wait, in all replicas together. None leaves each engine its own."""
+        """`queue_limit`: most requests that wait, in all replicas together. None leaves each engine its own."""
         self.engines, self._queue_limit = list(engines), queue_limit
         self._lock = threading.Lock()
         self._resting: set[int] = set()  # numbers of the replicas that `drained` took out
@@ -64,17 +65,10 @@ class EnginePool:
         return self.engines[0].encode(prompt, chat_template_kwargs, tools)
 
     def submit(self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Any) -> Request:
-        """Queues a request at the replica with the fewest tokens to read and write (`Engine.left`).
+        """Queues a request, see `Engine.submit`, at the replica with the fewest tokens to read and write.
 
-        A replica that holds the prompt's prefix need not read it. So the request goes there, unless more tokens wait
-        there than the prefix has.
-
-        Args:
-            prompt, params, **options: see `Engine.submit`.
-
-        Raises:
-            ValueError, RuntimeError: see `Engine.submit`.
-            QueueFullError: `queue_limit` requests wait already.
+        One that holds the prompt's prefix need not read it, so the request goes there, unless more tokens wait there
+        than the prefix has. Raises QueueFullError: `queue_limit` requests wait already.
         """
         ids = self.encode(prompt)
         with self._lock:  # the next request finds this one counted
@@ -94,14 +88,8 @@ class EnginePool:
     def drained(self, number: int) -> Iterator[Engine]:
         """Takes a replica out for a `with` block, once its requests are answered; the others serve on.
 
-        Args:
-            number: its place in `engines`.
-
-        Yields:
-            Its idle engine, for instance for `Engine.replace_draft`.
-
-        Raises:
-            ValueError: it is out already, or the last one that serves.
+        Yields the idle engine at this place of `engines`, for instance for `Engine.replace_draft`. Raises ValueError:
+        it is out already, or the last one that serves.
         """
         with self._lock:
             serving = {*range(len(self.engines))} - self._resting
@@ -127,12 +115,8 @@ class EnginePool:
     ) -> None:
         """Warms up all replicas, see `Engine.warm_up`; what the first one measured holds for all, where it is kept.
 
-        A program is compiled for the devices it runs on, on TPUs and CPUs: each replica compiles its own.
-
-        Args:
-            cache: see `Engine.warm_up`. With a folder, all replicas but the first compile at the same time.
-            background: see `Engine.warm_up`.
-            progress: see `Engine.warm_up`. Of several replicas the first one alone has bars.
+        Each replica compiles its own programs: those of other devices are others. With a folder, all but the first
+        compile at the same time. The first one alone has bars.
         """
         first, *others = self.engines
         first.warm_up(cache, progress=progress, background=background)
@@ -144,9 +128,9 @@ class EnginePool:
 
             engine.warm_up(cache, progress=say, background=background)
 
-        works = [lambda place=place: warm(*place) for place in enumerate(others, 2)]
+        works = [functools.partial(warm, *place) for place in enumerate(others, 2)]
         if cache is None or processes.count() > 1:  # each measures, or all processes do the same
             for work in works:
                 work()
-        elif works:
+        else:
             together(works)

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eagle3_jax.config.checks import require
 from eagle3_jax.models import chat_template
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -21,20 +22,13 @@ def encode(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Encodes a prompt.
+    """Encodes a prompt, by its name in errors; see `Engine.encode`.
 
     A string (one user turn) and messages go through the chat template, with the answer's opening behind them, exactly
     as in training and measuring. Token ids stay as they are.
 
-    Args:
-        prompt: a `Prompt`; any other object is refused.
-        name: its name in errors.
-        chat_template_kwargs: variables of the chat template, such as `enable_thinking` of Qwen 3's; as in vLLM.
-        tools: definitions of tools, in OpenAI's form, for the chat template.
-
-    Raises:
-        ValueError: no `Prompt`, messages without text or of an unknown role, messages that the template refuses, or
-            arguments of `apply_chat_template` among the variables.
+    Raises ValueError: no `Prompt`, messages without text or of an unknown role, messages that the template refuses, or
+    arguments of `apply_chat_template` among its variables.
     """
     variables = dict(chat_template_kwargs or {})
     if variables:
@@ -55,15 +49,14 @@ def encode(
         if not isinstance(message, dict):
             raise ValueError(f"{name}[{index}]: got {message!r} among messages, expected a message")
         calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
-            raise ValueError(f"{name}[{index}].tool_calls: got {calls!r}, expected a list of calls")
+        listed = calls is None or (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls))
+        require(listed, f"{name}[{index}].tool_calls", calls, "a list of calls")
         if calls and message.get("content") is None:  # as OpenAI writes a call without words
             message = message | {"content": ""}
         for field in ("role", "content"):
-            if not isinstance(message.get(field), str):
-                raise ValueError(f"{name}[{index}].{field}: got {message.get(field)!r}, expected text")
-        if message["role"] not in _ROLES:
-            raise ValueError(f"{name}[{index}].role: got {message['role']!r}, expected one of {', '.join(_ROLES)}")
+            require(isinstance(message.get(field), str), f"{name}[{index}].{field}", message.get(field), "text")
+        role = message["role"]
+        require(role in _ROLES, f"{name}[{index}].role", role, f"one of {', '.join(_ROLES)}")
         _check_text(message["content"], f"{name}[{index}].content")
         turns.append(message)
     try:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from eagle3_jax.acceptance import AcceptanceCounts
-from eagle3_jax.decoding.choice.policy import Acceptance, HeadDebt
+from eagle3_jax.decoding.choice.policy import Acceptance
 from eagle3_jax.decoding.device.report import Progress, RoundTree
 from eagle3_jax.decoding.pages import PageAllocation
 from eagle3_jax.decoding.params import SamplingParams
@@ -171,8 +171,7 @@ class Request:
         self.allocation: PageAllocation | None = None
         self.slot = 0  # in the batch
         self.read = 0  # tokens of the prompt that were reused, or dispatched to be read
-        self.debt = HeadDebt()
-        self.acceptance = Acceptance(self.debt)
+        self.acceptance = Acceptance()
         self._driver, self._tokenizer = driver, tokenizer
         self._scanner = StopScanner(tokenizer, params.stop, ids) if params.stop else None
         self._first: float | None = None
@@ -188,7 +187,7 @@ class Request:
         self._detokenizer, self._reasoning = Detokenizer(tokenizer), Detokenizer(tokenizer)
         self._ready = self._taken = 0  # tokens so far, and tokens taken
         self._taken_text = 0
-        self._ended = self._streamed = False
+        self._ended = False
 
     # For callers.
 
@@ -209,13 +208,11 @@ class Request:
 
     def __iter__(self) -> Iterator[Piece]:
         """Yields the pieces not taken yet, as they come."""
-        self._streamed = True
         while not self._ended:
             self._driver.drive(self._has_news)
             yield self._piece()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        self._streamed = True
         with self._listening() as news:
             while not self._ended:
                 await self._until(self._has_news, news)
@@ -267,18 +264,12 @@ class Request:
         else:
             text = self._scanner.text[self._taken_text : None if output else self._scanner.settled]
             self._taken_text += len(text)
-        self._taken = new.stop
-        self._ended = output is not None
+        self._taken, self._ended = new.stop, output is not None
         reason = None if output is None else output.finish_reason
         tree = None if self._tree is None else RoundTree.of(self._tree)
         return Piece(text, ids, reason, self._depths[new], tree, logprobs, reasoning)
 
     # For the engine.
-
-    @property
-    def streamed(self) -> bool:
-        """True once a caller iterates over the pieces."""
-        return self._streamed
 
     def is_late(self, now: float) -> bool:
         return self.deadline is not None and now >= self.deadline
@@ -301,7 +292,7 @@ class Request:
     def take(self, progress: Progress, eos: frozenset[int]) -> Ending | None:
         """Adds a dispatch's tokens. Returns the ending, or None where the request goes on."""
         self._counts += AcceptanceCounts(progress.rounds, progress.accepted)
-        self.debt.tokens = progress.unread
+        self.acceptance.unread = progress.unread
         if progress.token_ids and self._first is None:
             self._first = time.monotonic() - self._submitted
         stops = {*self.params.stop_token_ids} | (frozenset() if self.params.ignore_eos else eos)
@@ -376,18 +367,13 @@ def said(error: Exception) -> str:
 def report_ended(left: dict[Request, Name], on_output: Callable[[Name, Output], object] | None) -> Exception | None:
     """Takes the ended requests out of `left` and reports them all, then raises the first exception of `on_output`.
 
-    Args:
-        left: names by request.
-
-    Returns:
-        The failure of the device that ended one of them; that request is not reported.
+    Returns the failure of the device that ended one of them; that request is not reported.
     """
-    failures: list[Exception] = []
-    raised: list[BaseException] = []
+    failure, raised = None, list[BaseException]()
     for request in [request for request in left if request.done]:
         name = left.pop(request)
         if request.failure is not None:
-            failures.append(request.failure)
+            failure = failure or request.failure
         elif on_output is not None and request.output is not None:
             try:
                 on_output(name, request.output)
@@ -395,4 +381,4 @@ def report_ended(left: dict[Request, Name], on_output: Callable[[Name, Output], 
                 raised.append(error)
     if raised:
         raise raised[0]
-    return failures[0] if failures else None
+    return failure

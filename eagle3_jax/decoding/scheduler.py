@@ -25,7 +25,7 @@ from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.device import calls, shapes
 from eagle3_jax.decoding.device.calls import Call
 from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
-from eagle3_jax.decoding.device.report import first_progress, progress
+from eagle3_jax.decoding.device.report import progress
 from eagle3_jax.decoding.device.runner import Runner
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.params import MAX_LOGPROBS
@@ -82,17 +82,14 @@ class EngineStats:
 class Scheduler:
     """Queue, slots and pages of an engine. Any thread may `add`, `abort` and ask; one thread at a time runs `turn`.
 
-    Args:
-        choice: chooses the tier of every dispatch of rounds.
-        eos: token ids that end an answer.
-        prefix_cache: keeps the pages of ended requests for prompts that begin alike.
-        queue_limit: requests that may wait; None is no limit.
-        learner: makes the head learn from the requests; None leaves it as it is.
+    Of its arguments, `eos` are the token ids that end an answer; the others are `Engine`'s.
 
     Attributes:
         changes: guards the queue; notified after every turn. Reentrant: a finalizer may abort inside `add`.
         ended: requests that have ended so far.
         delivered: the time (time.monotonic) at which work last came back from the device.
+        aborted: whether requests were aborted since the last `sweep`.
+        target: the next turn's, see `replace_target`; None once a turn has begun with it.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class Scheduler:
         self._learner = learner
         sizes = runner.sizes
         self._pool = PagePool(sizes.pages, sizes.page_size, reuse=prefix_cache, states=sizes.kept_states)
-        self._stats = EngineStats(pages=sizes.pages)
+        self._stats, self._finished = EngineStats(pages=sizes.pages), collections.Counter[str]()
         self._best = min(MAX_LOGPROBS, runner.target.config.vocab_size)
         tiers = choice.tiers
         self._steps, self._nodes = max(tier.depth for tier in tiers), max(tier.nodes for tier in tiers)
@@ -119,8 +116,8 @@ class Scheduler:
         self._waiting: collections.deque[Request] = collections.deque()
         self._slots: list[Request | None] = [None] * sizes.batch
         # Whether a waiting request was aborted, and the first deadline: `sweep` scans the queue for these alone.
-        self._aborted, self._first_deadline = False, math.inf
-        self._target: TargetModel | None = None  # the next turn's, see `replace_target`
+        self.aborted, self._first_deadline = False, math.inf
+        self.target: TargetModel | None = None
         self._failure: Exception | None = None  # see `fail`
         self._cancelled: set[int] = set()  # slots whose request ended on the host while the device still runs it
         # Unread reports, which numpy waits for; the request of each row; the tier, None of prompts.
@@ -129,14 +126,9 @@ class Scheduler:
     # For any thread.
 
     def add(self, requests: Iterable[Request], *, limited: bool = False) -> None:
-        """Puts requests at the end of the queue.
+        """Puts requests at the end of the queue; `limited` keeps to `queue_limit`.
 
-        Args:
-            limited: keep to `queue_limit`.
-
-        Raises:
-            QueueFullError: the queue is full; nothing was added.
-            Exception: the error that ended all (`fail`).
+        Raises QueueFullError: the queue is full, and nothing was added; or the error that ended all (`fail`).
         """
         with self.changes:
             if self._failure is not None:
@@ -165,25 +157,12 @@ class Scheduler:
         """Lets the next `sweep` end these requests."""
         with self.changes:
             for request in requests:
-                request.aborted = self._aborted = True
+                request.aborted = self.aborted = True
 
     def replace_target(self, target: TargetModel) -> None:
-        """Lets the next turn begin with another target, see `ModelRunner.packed_target`.
-
-        Requests go on. What the one before has read is reused by no later request.
-        """
+        """Lets the next turn begin with another target (`ModelRunner.packed_target`); no later request reuses pages."""
         with self.changes:
-            self._target = target
-
-    @property
-    def target_waits(self) -> bool:
-        """True until a turn has begun with the target of `replace_target`."""
-        return self._target is not None
-
-    @property
-    def has_aborted(self) -> bool:
-        """True if requests were aborted since the last `sweep`."""
-        return self._aborted
+            self.target = target
 
     @property
     def requests(self) -> list[Request]:
@@ -207,7 +186,7 @@ class Scheduler:
         return self._learner is not None and self._learner.learns_on
 
     def left(self, prompt: Sequence[int] = ()) -> int:
-        """Counts the tokens to read and write until all requests, and one more prompt, are answered and read."""
+        """See `Engine.left`."""
         with self.changes:
             return len(prompt) - self._pool.cached(prompt) + sum(request.left for request in self.requests)
 
@@ -220,7 +199,7 @@ class Scheduler:
                 dispatches=self._runner.dispatches,
                 tiers=dict(self._choice.dispatches),
                 tier=self._choice.latest,
-                finished=dict(self._stats.finished),
+                finished=dict(self._finished),
                 running=sum(request is not None for request in self._slots),
                 waiting=len(self._waiting),
                 free_pages=self._pool.available,
@@ -261,14 +240,14 @@ class Scheduler:
         """Ends requests that were aborted or are past their deadline."""
         now, ended = time.monotonic(), []
         with self.changes:
-            if self._aborted or now >= self._first_deadline:  # rebuilt: a verb that stops aborts thousands
+            if self.aborted or now >= self._first_deadline:  # rebuilt: a verb that stops aborts thousands
                 ended = [request for request in self._waiting if request.aborted or request.is_late(now)]
                 gone = set(map(id, ended))
                 kept = [request for request in self._waiting if id(request) not in gone]
                 self._waiting.clear()  # in place: a finalizer may abort inside `add`, in this thread
                 self._waiting.extend(kept)
                 deadlines = [request.deadline for request in self._waiting if request.deadline is not None]
-                self._aborted, self._first_deadline = False, min(deadlines, default=math.inf)
+                self.aborted, self._first_deadline = False, min(deadlines, default=math.inf)
         for request in [*ended, *filter(None, self._slots)]:
             if request.aborted or request.is_late(now):
                 self._end(request, "abort" if request.aborted else "timeout")
@@ -276,8 +255,7 @@ class Scheduler:
     def learn(self, *, busy: float = 0.0, idle: float = 0.0) -> None:
         """Lets a live head learn; the next dispatch drafts with a better one. A failure ends the learning alone.
 
-        Args:
-            busy: seconds of turns since the last call. idle: seconds without any.
+        `busy`, `idle`: seconds of turns, and without any, since the last call.
         """
         if self._learner is None:
             return
@@ -305,14 +283,14 @@ class Scheduler:
 
     def _change_target(self) -> None:
         with self.changes:
-            target, self._target = self._target, None
+            target, self.target = self.target, None
         if target is None:
             return
         self._runner.replace_target(target)
         self._pool.forget()
         for request in filter(None, self._slots):
-            assert request.allocation is not None
-            request.allocation.registering = False
+            if request.allocation is not None:
+                request.allocation.registering = False
 
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests, in the order of arrival."""
@@ -329,7 +307,7 @@ class Scheduler:
                     return  # no request overtakes the first one
                 self._waiting.popleft()
             request.slot, request.read = slot, request.allocation.reused
-            request.debt.in_prefix = not request.allocation.drafted
+            request.acceptance.in_prefix = not request.allocation.drafted
             if request.allocation.state is not None:
                 self._runner.run(calls.copy_state(sizes, sizes.batch + request.allocation.state, slot))
             self._slots[slot] = request
@@ -347,16 +325,12 @@ class Scheduler:
             if room < 0:
                 break
             self._read_prompts(unread, count, length)
-        running = {
-            slot: request
-            for slot, request in enumerate(self._slots)
-            if request is not None and request.read == len(request.ids)
-        }
+        held = {slot: request for slot, request in enumerate(self._slots) if request is not None}
+        running = {slot: request for slot, request in held.items() if request.read == len(request.ids)}
         if not running:
             return
         # The fewer requests run, the shorter the dispatch: waiting prompts are read sooner, and wide rounds cost less.
-        reading = sum(request is not None for request in self._slots) - len(running)
-        rounds = max(1, shapes.ROUNDS * len(running) // (len(running) + reading))
+        rounds = max(1, shapes.ROUNDS * len(running) // len(held))
         greedy = all(request.params.greedy for request in running.values())
         with self.changes:  # a waiting request gets the first free slot: the dispatch ends there
             enough = 1 if self._waiting else len(self._slots)
@@ -364,14 +338,14 @@ class Scheduler:
         width = next(width for width in self._runner.widths if width >= len(slots))
         tier = self._next_tier(running, rounds, greedy=greedy, width=width)
         call = calls.decode(sizes, self._cancelled, slots, rounds, enough, width=width, tier=tier, greedy=greedy)
-        report, rows = self._runner.run(call), calls.reported_rows(sizes, slots, width)
+        report, rows = self._runner.run(call), range(len(slots)) if width < sizes.batch else slots
         self._cancelled.clear()
         self._reports.append((report, dict(zip(rows, running.values(), strict=True)), tier))
 
     def _next_tier(self, running: Mapping[int, Request], rounds: int, *, greedy: bool, width: int) -> Tier:
         """Chooses the tier of the next rounds; lets a head that rested catch up first where the tier needs it."""
         requests = running.values()
-        behind = [slot for slot, request in running.items() if request.debt.resting]
+        behind = [slot for slot, request in running.items() if request.acceptance.resting]
         seen = [request.acceptance for request in requests]
         drafts = any(request.drafts for request in requests)
         tier = self._choice.choose(seen, greedy=greedy, behind=bool(behind), rounds=rounds, width=width, drafts=drafts)
@@ -379,7 +353,7 @@ class Scheduler:
             for slot in behind:
                 self._runner.run(calls.catch_up(self._runner.sizes, self._cancelled, slot))
         for request in requests:
-            request.debt.resting = self._runner.draft is not None and not tier.head
+            request.acceptance.resting = self._runner.draft is not None and not tier.head
         return tier
 
     def _read_prompts(self, requests: Sequence[Request], count: int, length: int) -> None:
@@ -394,16 +368,8 @@ class Scheduler:
             assert request.allocation is not None
             asked, pages, stop = _row(request, self._eos), request.allocation.pages, self._stop(request)
             while len(stretches) < count and request.read < stop:
-                stretch = PromptChunk.stretch(
-                    sizes,
-                    length,
-                    slot=request.slot,
-                    prompt=request.ids,
-                    start=request.read,
-                    stop=stop,
-                    pages=pages,
-                    request=asked,
-                )
+                own = request.slot, request.ids, request.read, pages, asked, stop
+                stretch = PromptChunk.stretch(sizes, length, *own)
                 request.read += int(stretch.counts[0])
                 if stretch.ends[0]:
                     ended[len(stretches)] = request
@@ -432,10 +398,7 @@ class Scheduler:
             if request.done:
                 continue
             best = None if request.params.logprobs is None else self._best
-            if tier is None:
-                found = first_progress(rows[row], best)
-            else:
-                found = progress(rows[row], self._steps, self._nodes, best)
+            found = progress(rows[row], None if tier is None else (self._steps, self._nodes), best)
             self._stats.rounds += found.rounds
             seen.append((request.acceptance, found.rounds, sum(found.accepted)))
             drafted += found.drafted
@@ -451,24 +414,19 @@ class Scheduler:
     def _end(
         self, request: Request, reason: FinishReason, error: str | None = None, *, still_runs: bool = True
     ) -> None:
-        """Ends a request: frees its slot and pages, then publishes its output.
-
-        Args:
-            still_runs: the device still decodes the request.
-        """
+        """Ends a request: frees its slot and pages, then publishes its output. The device `still_runs` it, or not."""
         output = request.finish(reason, error)
         self._leave(request, output, still_runs=still_runs)
         request.publish(output)
         self.ended += 1
 
     def _leave(self, request: Request, output: Output, *, still_runs: bool) -> None:
-        finished = self._stats.finished
-        finished[output.finish_reason] = finished.get(output.finish_reason, 0) + 1
+        self._finished[output.finish_reason] += 1
         if request.allocation is None:
             return
         failed = output.finish_reason == "error"
         if request.read == len(request.ids) and not failed:  # the last chosen token is not in the caches
-            self._pool.register(request.allocation, request.tokens, drafted=not request.debt.tokens)
+            self._pool.register(request.allocation, request.tokens, drafted=not request.acceptance.unread)
             observed = self._runner.observed if request.adapt else None
             if self._learner is not None and observed is not None and len(request.tokens) > len(request.ids) + 1:
                 self._learner.keep(observed, request.slot, request.tokens[:-1], request.cached, len(request.ids))
@@ -480,8 +438,7 @@ class Scheduler:
     def _give_up(self, error: BaseException) -> bool:
         """Ends every request that had begun: after a failure or an interruption the state on the device is lost.
 
-        Returns:
-            Whether any request had begun.
+        Returns whether any had.
         """
         dispatched = [request for _, rows, _ in self._reports for request in rows.values()]
         begun = dict.fromkeys([*filter(None, self._slots), *dispatched])

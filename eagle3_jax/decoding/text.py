@@ -28,14 +28,15 @@ def end_ids(config: ModelConfig, tokenizer: Any) -> frozenset[int]:
 class Channels:
     """Sorts tokens into answer and reasoning as they come. Without channels all tokens are the answer's.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        prompt: token ids in front of the answer; they may leave a channel open.
+    The prompt's token ids stand in front of the answer; they may leave a channel open.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._marks = _marks(tokenizer)
+        self._tokenizer, self._marks = tokenizer, dict[int, str]()
+        channel = tokenizer.convert_tokens_to_ids(_CHANNEL)
+        if channel is not None and channel != tokenizer.unk_token_id:
+            names = (_START, _CHANNEL, _MESSAGE, *_ENDS)
+            self._marks = {tokenizer.convert_tokens_to_ids(name): name for name in names}
         # Inside a message's header; inside the channel's name there; whether the next text is the answer's.
         self._header = self._named = False
         self._channel: list[int] = []
@@ -130,9 +131,6 @@ class Detokenizer:
 class StopScanner:
     """Finds stop strings in an answer, across the borders of its tokens; not in its reasoning.
 
-    Args:
-        prompt: see `Channels`.
-
     Attributes:
         text: text so far, cut in front of a found stop string.
         settled: characters of `text` in which no stop string can begin any more.
@@ -164,17 +162,6 @@ class StopScanner:
                 self.text = self.text[: min(found)]
                 self.settled, self._found = len(self.text), True
                 return True
-        held = (
-            max(n for n in range(min(len(stop), len(self.text) + 1)) if self.text.endswith(stop[:n]))
-            for stop in self._stops
-        )
-        self.settled = len(self.text) - max(held)
+        begun = [n for stop in self._stops for n in range(len(stop)) if self.text.endswith(stop[:n])]
+        self.settled = len(self.text) - max(begun)
         return False
-
-
-def _marks(tokenizer: Any) -> dict[int, str]:
-    """Maps the ids of channel marks to their names; empty where the tokenizer has no channels."""
-    channel = tokenizer.convert_tokens_to_ids(_CHANNEL)
-    if channel is None or channel == tokenizer.unk_token_id:
-        return {}
-    return {tokenizer.convert_tokens_to_ids(name): name for name in (_START, _CHANNEL, _MESSAGE, *_ENDS)}

@@ -12,25 +12,6 @@ from eagle3_jax.config import DraftTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Promise:
-    """The prior belief about a tier.
-
-    Attributes:
-        accepted: guess of the accepted drafts a round.
-        most: most drafts that a round accepts.
-        source: source of its drafts; tiers of one source are good or bad together.
-        wakes: whether drafts come from the head, which must first read the tokens decoded while it rested.
-        drafts: guess of the share of rounds with drafts; the other rounds are vanilla decoding's.
-    """
-
-    accepted: float
-    most: int
-    source: str
-    wakes: bool
-    drafts: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Tier:
     """A way to run a round.
 
@@ -47,15 +28,15 @@ class Tier:
     @property
     def name(self) -> str:
         """Its name: "vanilla", "lookup 8", "chain 3", "tree 3, 3, 8", "tree 3, 3, 8 and lookup 7"."""
-        if self.tree is None:
+        tree = self.tree
+        if tree is None:
             return "vanilla"
-        steps, topk, size, copied = (
-            getattr(self.tree, field) for field in ("num_steps", "topk", "num_draft_tokens", "lookup_tokens")
-        )
         if not self.head:
-            return f"lookup {copied}"
-        name = f"chain {steps}" if topk == 1 and not copied else f"tree {steps}, {topk}, {size}"
-        return f"{name} and lookup {copied}" if copied else name
+            return f"lookup {tree.lookup_tokens}"
+        if tree.topk == 1 and not self.copies:
+            return f"chain {tree.num_steps}"
+        name = f"tree {tree.num_steps}, {tree.topk}, {tree.num_draft_tokens}"
+        return f"{name} and lookup {tree.lookup_tokens}" if self.copies else name
 
     @property
     def depth(self) -> int:
@@ -82,7 +63,7 @@ class Tier:
     @property
     def branches(self) -> bool:
         """True if a node of its tree may have several children."""
-        return self.head and (self.topk > 1 or self.copies)
+        return self.tree is not None and self.head and (self.tree.topk > 1 or self.copies)
 
     @property
     def copies_alone(self) -> bool:
@@ -90,20 +71,18 @@ class Tier:
         return self.tree is not None and not self.head
 
     @property
-    def topk(self) -> int:
-        return 1 if self.tree is None else self.tree.topk
+    def source(self) -> str:
+        """The source of its drafts: tiers of one source are good or bad together."""
+        return "none" if self.tree is None else "head" if self.head else "text"
 
     @property
-    def promise(self) -> Promise:
-        """The guess of its acceptance, from heads for small targets (docs/benchmarks.md)."""
+    def guess(self) -> float:
+        """A guess of the drafts that a round accepts, from heads for small targets (docs/benchmarks.md)."""
         if self.tree is None:
-            return Promise(0.0, 0, "none", wakes=False, drafts=1.0)
-        copies = 0.3 if self.tree.lookup_tokens else 0.0
-        if not self.head:
-            return Promise(copies, self.tree.depth, "text", wakes=False, drafts=0.5)
+            return 0.0
         first = 0.45 + 0.1 * math.log2(self.tree.topk)
-        guess = sum(first**depth for depth in range(1, self.tree.num_steps + 1))
-        return Promise(guess + copies, self.tree.depth, "head", wakes=True, drafts=1.0)
+        of_head = sum(first**depth for depth in range(1, self.tree.num_steps + 1)) if self.head else 0.0
+        return of_head + 0.3 * self.copies
 
 
 VANILLA = Tier(None, head=False)

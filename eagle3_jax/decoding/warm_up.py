@@ -33,26 +33,16 @@ _ending = threading.Event()  # the interpreter's end
 
 
 class WarmUp:
-    """One warm-up of an engine.
-
-    Args:
-        folder: keeps costs on this machine for later starts; None measures.
-        greedy_alone: leaves out the costs of requests with a temperature or other sampling parameters.
+    """One warm-up of an engine: arguments as of `Engine.warm_up`.
 
     Attributes:
         planned: number of programs that it will have compiled for requests, at most.
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        tiers: TierChoice,
-        folder: pathlib.Path | None,
-        *,
-        greedy_alone: bool,
-        progress: Progress,
+        self, runner: ModelRunner, tiers: TierChoice, cache: pathlib.Path | None, progress: Progress, greedy_alone: bool
     ) -> None:
-        self._runner, self._tiers, self._folder, self._progress = runner, tiers, folder, progress
+        self._runner, self._tiers, self._folder, self._progress = runner, tiers, cache, progress
         self._passes = (True,) if greedy_alone else (True, False)
         self._base = list(dict.fromkeys((tiers.tiers[0], tiers.default)))
         self._thread: threading.Thread | None = None
@@ -75,10 +65,11 @@ class WarmUp:
         """Compiles what answers every request. Forgets the runner's state."""
         runner, sizes, tier = self._runner, self._runner.sizes, self._base[0]
         runner.use(sizes.widths[-1:], sizes.prefill_shapes[-1:])
-        self._tiers.begin_with(tier)
-        first = calls.note_prompt(sizes), self._reads(*sizes.prefill_shapes[-1]), self._rounds(sizes.batch, [tier])[0]
-        if callable(self._progress):
-            self._progress(f"{self.planned} programs are to compile, at most; {len(first)} answer every request")
+        self._tiers.default = tier
+        rows, length = sizes.prefill_shapes[-1]
+        reads = calls.prefill(sizes, rows=rows, length=length)
+        first = calls.note_prompt(sizes), reads, self._rounds(sizes.batch, [tier])[0]
+        self._say(f"{self.planned} programs are to compile, at most; {len(first)} answer every request")
         runner.begin()
         for call in shown(first, "compile", "program", self._progress):
             self._compile(call)
@@ -90,18 +81,21 @@ class WarmUp:
         others += [calls.copy_state(sizes)] if sizes.kept_states else []
         for call in [*self._rounds(sizes.batch, self._base), *others]:
             self._compile(call)
-        self._tiers.begin_with(self._base[-1])
-        for shape in shown(sizes.prefill_shapes[:-1], "compile readers of prompts", "program", self._progress):
-            self._compile(self._reads(*shape))
-            runner.use(runner.widths, [*runner.prefill_shapes, shape])
+        self._tiers.default = self._base[-1]
+        for rows, length in shown(sizes.prefill_shapes[:-1], "compile readers of prompts", "program", self._progress):
+            self._compile(calls.prefill(sizes, rows=rows, length=length))
+            runner.use(runner.widths, [*runner.prefill_shapes, (rows, length)])
         for width in shown(sizes.widths[:-1], "compile narrow rounds", "width", self._progress):
             for call in self._rounds(width, self._base):
                 self._compile(call)
             runner.use({width, *runner.widths}, runner.prefill_shapes)
         if len(self._tiers.tiers) > 1:
             self._price(lend)
+        self._say(f"{self.ready} programs are compiled")
+
+    def _say(self, line: str) -> None:
         if callable(self._progress):
-            self._progress(f"{self.ready} programs are compiled")
+            self._progress(line)
 
     def rest_in_background(self, lend: Lender) -> None:
         """Runs `rest` in a thread of low priority. A failure is logged; requests go on with what is compiled."""
@@ -154,9 +148,6 @@ class WarmUp:
                 return costs.round_costs(self._runner, of, greedy=greedy, width=width, give_way=give_way)
 
         return costs.kept_or_measured(self._folder, costs.key(self._runner, of, greedy, width), measure)
-
-    def _reads(self, rows: int, length: int) -> Call:
-        return calls.prefill(self._runner.sizes, rows=rows, length=length)
 
     def _rounds(self, width: int, tiers: Sequence[Tier]) -> list[Call]:
         return [calls.decode(self._runner.sizes, width=width, tier=tier) for tier in tiers]

@@ -62,16 +62,6 @@ def test_answers_do_not_depend_on_their_neighbours(toy, speculative, sample_draf
 
 
 @pytest.mark.slow
-def test_seeds_matter_and_repeat(speculative):
-    def ask(seed):
-        out = speculative.generate(["aaa", "bbb"], SamplingParams(max_tokens=12, temperature=1.5, seed=seed))
-        return [answer.token_ids for answer in out]
-
-    assert ask(1) == ask(1)
-    assert ask(1)[0] != ask(2)[0]
-
-
-@pytest.mark.slow
 def test_nothing_compiles_once_warm(speculative):
     params = SamplingParams(max_tokens=7)
     speculative.generate(PROMPTS, params)
@@ -182,11 +172,7 @@ def test_drafts_can_be_left_out_to_compare_with(toy, speculative):
 def test_max_length_cuts_the_answer(speculative):
     prompt = np.arange(120) % 20
     out = speculative.generate([prompt.tolist()], SamplingParams(max_tokens=100))[0]
-    assert len(out.token_ids) == 8
-    assert out.finish_reason == "length"
-
-
-def test_no_prompts_no_answers(speculative):
+    assert (len(out.token_ids), out.finish_reason) == (8, "length")
     assert speculative.generate([]) == []
 
 
@@ -210,27 +196,17 @@ def test_impossible_requests_are_refused_before_any_work(speculative, prompts, p
         speculative.generate(prompts, params, on_output=lambda *_: pytest.fail("work began"))
 
 
-def test_engines_that_cannot_work_are_refused(toy):
-    with pytest.raises(ValueError, match="batch_size: got 0"):
-        make(toy, batch_size=0)
-    with pytest.raises(ValueError, match="max_length: got 1000, expected 2 to the target's 512"):
-        make(toy, max_length=1000)
-    with pytest.raises(ValueError, match="draft: got None"):
-        Engine(toy.target, Tokenizer(), None, CHAIN, max_length=128)
-    with pytest.raises(ValueError, match="draft_weights: got 'int8', expected None where no head or model drafts"):
-        Engine(toy.target, Tokenizer(), None, max_length=128, draft_weights="int8")
-    with pytest.raises(ValueError, match=r"tree.topk: got 23, expected at most the draft vocabulary, 22"):
-        make(toy, DraftTree(num_steps=1, topk=23, num_draft_tokens=3))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": "128"}, r"max_length: got '128' \(str\), expected a whole number"),
-        ({"batch_size": True}, r"batch_size: got True \(bool\), expected a whole number"),
-        ({"kv_tokens": 1.5}, r"kv_tokens: got 1\.5 \(float\), expected a whole number"),
+        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"max_length": 1000}, "max_length: got 1000, expected a whole number, 2 to the target's 512"),
+        ({"tree": None, "draft_weights": "int8"}, "draft_weights: got 'int8', expected None where no head or model"),
+        ({"tree": DraftTree(num_steps=1, topk=23, num_draft_tokens=3)}, "tree.topk: got 23, expected at most"),
+        ({"max_length": "128"}, r"max_length: got '128', expected a whole number"),
+        ({"batch_size": True}, r"batch_size: got True, expected a whole number"),
+        ({"kv_tokens": 1.5}, r"kv_tokens: got 1\.5, expected a whole number"),
         ({"kv_dtype": "int8"}, r"kv_dtype: got 'int8', expected 'float32', 'bfloat16', 'float8_e4m3fn', or None"),
-        ({"kv_dtype": "bf16"}, r"kv_dtype: got 'bf16', expected"),
         ({"kv_dtype": "float64"}, r"kv_dtype: got 'float64', expected"),
         ({"draft_weights": "stored"}, r"draft_weights: got 'stored', expected 'int8', 'fp8', 'int4', or None"),
     ],
@@ -254,6 +230,8 @@ def test_what_cannot_be_loaded_is_refused_before_anything_is(monkeypatch, tmp_pa
     ):
         with pytest.raises(ValueError, match=message), tiny.no_type_checks():
             Engine.load(**{"target": "smollm2-135m-instruct"} | options)  # pyrefly: ignore
+    with pytest.raises(ValueError, match=r"target: got 'a', expected a loaded model; `Engine.load\('a'\)` loads one"):
+        Engine("a")  # pyrefly: ignore[bad-argument-type]
     for call in (speculative.submit, speculative.stream):
         with pytest.raises(ValueError, match="params: got dict, expected SamplingParams"), tiny.no_type_checks():
             list(call("a", {"max_tokens": 3}))
@@ -289,16 +267,9 @@ def test_positions_beyond_what_the_head_declares_are_warned_of_and_stay_exact(to
     Engine(toy.target, Tokenizer(), draft, CHAIN, max_length=24)  # silent: warnings are errors here
 
 
-def test_a_name_is_for_load(toy):
-    with pytest.raises(
-        ValueError, match=r"target: got 'org/model', expected a loaded model; `Engine.load\('org/model'\)`"
-    ):
-        Engine("org/model")  # pyrefly: ignore[bad-argument-type]
-
-
 def test_quantization_is_another_name_of_weights(tmp_path):
     folder = tiny.write_target(tmp_path)
-    with pytest.raises(ValueError, match="weights, quantization: got 'int8' and 'fp8', expected one"):
+    with pytest.raises(ValueError, match=r"weights, quantization: got \('int8', 'fp8'\), expected one"):
         Engine.load(folder, None, weights="int8", quantization="fp8")
     engine = Engine.load(folder, None, max_length=32, quantization="fp8")
     assert jnp.dtype("float8_e4m3fn") in {leaf.dtype for leaf in jax.tree.leaves(engine.target)}

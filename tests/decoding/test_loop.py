@@ -12,7 +12,7 @@ from eagle3_jax.decoding import loop
 class Learning:
     """A scheduler without requests, whose head has no end of learning."""
 
-    has_requests = has_aborted = has_work = False
+    has_requests = aborted = has_work = False
     learns_on = True
     delivered = -float("inf")
 

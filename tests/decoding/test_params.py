@@ -11,7 +11,6 @@ from eagle3_jax.decoding.params import SamplingParams
     [
         ("temperature", -1.0),
         ("temperature", float("nan")),
-        ("temperature", float("inf")),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_k", -1),
@@ -23,7 +22,6 @@ from eagle3_jax.decoding.params import SamplingParams
         ("logit_bias", {1: -1e39}),
         ("top_k", 2.0),
         ("temperature", "a"),
-        ("temperature", None),
         ("temperature", True),
         ("min_p", 1.5),
         ("max_tokens", 0),
@@ -34,9 +32,6 @@ from eagle3_jax.decoding.params import SamplingParams
         ("stop", [3]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", "ab"),
-        ("repetition_penalty", 0.0),
-        ("presence_penalty", float("inf")),
-        ("frequency_penalty", "much"),
         ("logit_bias", {"a": 1.0}),
         ("logit_bias", {3: float("nan")}),
         ("logit_bias", dict.fromkeys(range(65), 1.0)),
@@ -70,20 +65,6 @@ def test_numbers_of_numpy_are_numbers(field, value, held):
     params.__post_init__()
     got = getattr(params, field)
     assert (got, type(got)) == (held, type(held))
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("temperature", "0.7", r"\(str\), expected a finite number, 0 \(greedy\) or more"),
-        ("max_tokens", "3", r"\(str\), expected an integer, at least 1"),
-        ("min_tokens", 1.0, r"\(float\), expected an integer from 0 to max_tokens"),
-        ("top_p", None, r"\(NoneType\), expected a number in \(0, 1\]"),
-    ],
-)
-def test_the_type_of_what_is_no_number_is_said(field, value, expected):
-    with pytest.raises(ValueError, match=f"{field}: got {value!r} {expected}"):
-        SamplingParams(**{field: value})
 
 
 def test_a_seed_of_64_bits_is_one_of_32():

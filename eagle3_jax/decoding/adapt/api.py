@@ -43,36 +43,13 @@ class AdaptStats:
 
 @runtime_checkable
 class Learner(Protocol):
-    """Learns from ended requests, between dispatches."""
+    """Learns from ended requests, between dispatches: see `learner.HeadLearner`."""
 
     stats: AdaptStats
 
-    def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
-        """Takes an ended request's states, see `Ring.keep`; only the last `window` tokens are learnt from."""
-
+    def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None: ...
     @property
-    def learns_on(self) -> bool:
-        """True while its requests are worth further steps."""
-
-    def learn(self, busy: float, idle: float, wait: Callable[[], None]) -> Draft | None:
-        """Takes a step, if the time allows it.
-
-        Args:
-            busy: seconds of the engine's work since the last call.
-            idle: seconds without any.
-            wait: waits for what the device works at, so that its time does not count as learning's.
-
-        Returns:
-            A better head, to draft from now on.
-        """
-
-    def teach(self, embed: Any, lm_head: Any) -> None:
-        """Learns from another target from now on.
-
-        Args:
-            embed: its embeddings, which stay.
-            lm_head: its LM head, which may be donated afterwards; None where the embeddings are.
-        """
-
-    def compile(self) -> None:
-        """Compiles its programs ahead of requests."""
+    def learns_on(self) -> bool: ...
+    def learn(self, busy: float, idle: float, wait: Callable[[], None]) -> Draft | None: ...
+    def teach(self, embed: Any, lm_head: Any) -> None: ...
+    def compile(self) -> None: ...

@@ -60,11 +60,9 @@ _FOREVER = 1 << 40
 
 @dataclasses.dataclass(frozen=True)
 class _Judged:
-    """A head on the held-back requests.
+    """A head on the held-back requests: its mean cross entropy, and the tokens of a round, replayed.
 
     Attributes:
-        cross_entropy: mean over positions and steps.
-        tau: replayed, tokens a round.
         accepted: drafts of a chain that are accepted at temperature 1, over all positions. Chance moves it far less
             than tau, which counts the few rounds. Block heads have no such figure, and tau's drafts instead.
     """
@@ -75,7 +73,7 @@ class _Judged:
 
 
 class HeadLearner:
-    """See `Learner`.
+    """Learns from ended requests, between dispatches.
 
     Args:
         target: the engine's, on devices of this process; the head is trained on the same ones.
@@ -152,7 +150,10 @@ class HeadLearner:
         return Draft(jax.tree.map(lambda x: x.astype(self._dtype), head), self._token_ids)
 
     def teach(self, embed: Any, lm_head: Any) -> None:
-        """See `Learner`."""
+        """Learns from another target from now on.
+
+        Its embeddings stay; its LM head, None where the embeddings are, may be donated afterwards.
+        """
         embed = dense(embed)
         self._known, self._output_rows = {}, embed if lm_head is None else jnp.copy(dense(lm_head))
         self._teacher = self._teacher_of(embed.astype(_dtype(embed.dtype)), self._token_ids)
@@ -162,7 +163,7 @@ class HeadLearner:
         return dataclasses.replace(teacher, rows=teacher.rows.astype(embed.dtype))
 
     def compile(self) -> None:
-        """See `Learner`."""
+        """Compiles its programs ahead of requests."""
         if self._compiled is None:
             batch = self._ring.batch([-1] * self._config.batch_size)
             train = self._train_step.lower(self._state, self._teacher, batch).compile()
@@ -173,7 +174,7 @@ class HeadLearner:
             self._compiled = train, evaluate, move
 
     def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
-        """See `Learner`; every eighth request is held back."""
+        """Takes an ended request's states, see `Ring.keep`: the last ones, a row. Every eighth request is held back."""
         ring = self._held if self.stats.requests % _HELD == 0 else self._ring
         ring.keep(observed, slot, token_ids, max(first, len(token_ids) - self._config.row_length), answer)
         self.stats.requests += 1
@@ -181,14 +182,18 @@ class HeadLearner:
 
     @property
     def learns_on(self) -> bool:
-        """See `Learner`; a head that knew a few requests by heart would be judged by fewer yet."""
+        """True while its requests are worth steps. A head that knew few by heart would be judged by fewer yet."""
         config, filled = self._config, len(self._ring.filled)
         enough = min(config.batch_size * config.judge_every, config.ring_tokens // config.row_length // 2)
         drawn = self.stats.steps * config.batch_size * config.row_length
         return filled >= enough and len(self._held.filled) > 0 and drawn < _EPOCHS * self._ring.written
 
     def learn(self, busy: float, idle: float, wait: Callable[[], None]) -> Draft | None:
-        """See `Learner`."""
+        """Takes a step, if the time allows it. Returns a better head, to draft from now on.
+
+        `busy`, `idle`: seconds of the engine's work since the last call, and without any. `wait` waits for what the
+        device works at, whose time is not learning's.
+        """
         stats, config = self.stats, self._config
         faded = 0.5 ** ((busy + idle) / _HALF_LIFE)
         self._busy, self._idle = self._busy * faded + busy, self._idle * faded + idle
@@ -259,26 +264,21 @@ class HeadLearner:
         better, gain = self._is_better() if finite else (False, 0.0)
         if better:
             self._in_vain = -1 if gain >= _WORTH else 0
-        else:
-            self._in_vain = min(max(self._in_vain, 0) + 1, _QUARTERS)
-        if better is None:
-            return False
-        if better:
             self._served = _copied(self._state)
             stats.heads += 1
             self._save()
             return True
-        self._state = _copied(self._served)
-        stats.rollbacks += 1
+        self._in_vain = min(max(self._in_vain, 0) + 1, _QUARTERS)
+        if better is False:
+            self._state = _copied(self._served)
+            stats.rollbacks += 1
         return False
 
     def _is_better(self) -> tuple[bool | None, float]:
         """Compares the head with the one that drafts, on the held-back requests.
 
-        Returns:
-            True: its cross entropy is lower, and as many of its drafts are accepted. None: its cross entropy is lower,
-            but fewer drafts are accepted yet, so it goes on learning. False: it is worse. And the gain, as a share of
-            the tokens of a round at temperature 1.
+        Returns whether its cross entropy is lower and as many of its drafts are accepted; None where fewer are yet, so
+        that it goes on learning. And the gain, as a share of the tokens of a round at temperature 1.
         """
         before = self._judged(self._served.head, self._teacher, self._known)
         after = self._judged(self._state.head, self._teacher, known := {})
@@ -291,11 +291,7 @@ class HeadLearner:
         return better, (after.accepted - before.accepted) / (1 + before.accepted)
 
     def _judged(self, head: Any, teacher: Teacher, known: dict[bytes, Any]) -> _Judged:
-        """Judges a head on all held-back rows.
-
-        Args:
-            known: the head's sums of the rows that it was judged on before; those of the rows now, afterwards.
-        """
+        """Judges a head on all held-back rows. `known` has its sums of the rows before; those of the rows now, then."""
         assert self._compiled is not None
         size, rows = self._config.batch_size, self._held.filled.tolist()
         rows += [-1] * (-len(rows) % size)
@@ -323,15 +319,9 @@ class HeadLearner:
 
 def training(config: AdaptConfig) -> TrainConfig:
     """Returns the settings of its training step."""
-    return TrainConfig(
-        ttt_steps=config.ttt_steps,
-        batch_size=config.batch_size,
-        row_length=config.row_length,
-        loss_block=math.gcd(config.row_length, 128),
-        loss_reduction="mask",
-        learning_rate=config.learning_rate,
-        warmup_ratio=0.0,
-    )
+    shared = {name: getattr(config, name) for name in ("ttt_steps", "batch_size", "row_length", "learning_rate")}
+    block = math.gcd(config.row_length, 128)
+    return TrainConfig(**shared, loss_block=block, loss_reduction="mask", warmup_ratio=0.0)
 
 
 def _dtype(of_target: Any) -> Any:

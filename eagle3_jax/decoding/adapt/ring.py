@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.training.batch import Batch
@@ -18,10 +18,7 @@ from eagle3_jax.training.batch import Batch
 class Ring:
     """The newest tokens, the oldest overwritten: states on the device, token ids in the host's memory.
 
-    Args:
-        rows, length: rows of so many tokens.
-        aux, hidden: widths of the states.
-        sharding: place of the states.
+    It has rows of `length` tokens, and states of the widths `aux` and `hidden`.
     """
 
     def __init__(self, rows: int, length: int, aux: int, hidden: int, sharding: Sharding) -> None:
@@ -32,12 +29,10 @@ class Ring:
         self._token_ids, self._answered, self._document = (np.zeros(room, np.int32) for _ in range(3))
 
     def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
-        """Copies a request's states.
+        """Copies a request's states: `observed` has those of all `token_ids` from `first` on, at most `length`.
 
-        Args:
-            observed: has the states of all `token_ids` from `first` on, at most `length` of them.
-            answer: position of the answer's first token. Where that is not copied, the first token copied is taken for
-                the prompt, so that `replay` finds where the answer opens.
+        Where the answer's first token, at position `answer`, is not copied, the first one copied is taken for the
+        prompt, so that `replay` finds where the answer opens.
         """
         count = len(token_ids) - first
         if self._at + count > self._end:
@@ -61,15 +56,17 @@ class Ring:
         return int((self._document > 0).sum())
 
     @property
+    def _of_answers(self) -> Bool[np.ndarray, " n"]:
+        return (self._document > 0) & (self._answered > 0)
+
+    @property
     def filled(self) -> Int[np.ndarray, " n"]:
         """Indices of the rows that hold tokens of answers."""
-        held = (self._document > 0) & (self._answered > 0)
-        return np.flatnonzero(held[: self._end].reshape(-1, self.length).any(axis=1))
+        return np.flatnonzero(self._of_answers[: self._end].reshape(-1, self.length).any(axis=1))
 
     def counts(self, vocab_size: int) -> Int[np.ndarray, " v"]:
         """Counts each of the target's tokens in the answers."""
-        held = (self._document > 0) & (self._answered > 0)
-        return np.bincount(self._token_ids[held], minlength=vocab_size)
+        return np.bincount(self._token_ids[self._of_answers], minlength=vocab_size)
 
     def documents(self, rows: Sequence[int]) -> Int[np.ndarray, "b t"]:
         """Returns which request each token of some rows is of, by number; 0 is none."""

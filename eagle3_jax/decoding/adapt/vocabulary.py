@@ -31,15 +31,8 @@ def renewed(
 ) -> Int32[np.ndarray, " dv"]:
     """Gives every token of the answers a place in the draft vocabulary, the most frequent ones first.
 
-    Tokens that no answer has leave, those of the highest ids first: the tokenizer learnt them last.
-
-    Args:
-        token_ids: the vocabulary, ascending.
-        counts: how often each of the target's tokens stands in the answers.
-        ends: tokens that stay, the ends of answers.
-
-    Returns:
-        The new vocabulary, ascending.
+    Tokens that no answer has leave, but for its ends; those of the highest ids first: the tokenizer learnt them last.
+    `counts` tells how often each of the target's tokens stands in the answers; both vocabularies ascend.
     """
     said = np.flatnonzero(counts)
     missing = np.setdiff1d(said, token_ids)
@@ -56,14 +49,11 @@ def places(old: Int32[np.ndarray, " dv"], new: Int32[np.ndarray, " dv"]) -> Int3
 
 
 def make_move(names: Sequence[str], mesh: Mesh) -> jax.stages.Wrapped:
-    """Makes the jitted step that moves a head to another draft vocabulary.
+    """Makes the jitted step that moves a head to another draft vocabulary; `names` of it have a row for each token.
 
     It takes the state; `places`; and the target's LM head, [draft vocabulary, H], at the old vocabulary and at the new
     one. It returns the state: tokens keep their rows and moments, and a new token's moments are zero. A move counts as
     a step, so that a checkpoint can follow.
-
-    Args:
-        names: the head's parameters with a row for each draft token.
     """
 
     @jax.jit

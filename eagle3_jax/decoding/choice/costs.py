@@ -58,25 +58,22 @@ def round_costs(
 ) -> Costs:
     """Measures the costs of rounds of these tiers, with `width` slots busy. Forgets the state.
 
-    Args:
-        tiers: vanilla decoding first. A tier that drafts from the text alone is sure of a match only in the first
-            round of a dispatch. Its price is the time beyond a single vanilla round.
-        give_way: called before each dispatch; what runs meanwhile may change the state.
+    Vanilla decoding is the first tier. One that drafts from the text alone is sure of a match only in the first round
+    of a dispatch: its price is the time beyond a single vanilla round. What runs in `give_way`, called before each
+    dispatch, may change the state.
     """
 
     def prepare() -> None:
         give_way()
-        runner.run(calls.rehearse(sizes))
-        runner.wait()
+        runner.finish(calls.rehearse(sizes))
 
     def work(tier: Tier, rounds: int) -> None:
-        runner.run(calls.decode(sizes, (), range(width), rounds, width, width=width, tier=tier, greedy=greedy))
-        runner.wait()
+        runner.finish(calls.decode(sizes, (), range(width), rounds, width, width=width, tier=tier, greedy=greedy))
 
     def wake() -> None:
-        for slot in range(width):
+        for slot in range(width - 1):
             runner.run(calls.catch_up(sizes, (), slot))
-        runner.wait()
+        runner.finish(calls.catch_up(sizes, (), width - 1))
 
     sizes = runner.sizes
     counts = [1 if tier.copies_alone else shapes.ROUNDS for tier in tiers]
@@ -96,10 +93,7 @@ def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: 
     """Reads the folder's costs for this key, or measures and keeps them; all processes take those of process 0.
 
     One thread of a process measures at a time: replicas would disturb each other, and find what the first one kept.
-
-    Args:
-        folder: None keeps nothing; one that cannot be written keeps nothing, with a warning.
-        key: JSON-ready: machine, models, sizes, tiers.
+    None keeps nothing; a folder that cannot be written keeps nothing, with a warning.
     """
     with _measuring:
         kept = None if folder is None else processes.agree(lambda: _read(folder, key))

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from eagle3_jax.decoding.rounds.unread import ROOM
-from eagle3_jax.decoding.tier import Promise
+from eagle3_jax.decoding.tier import Tier
 
 # Share of the time for tiers believed to be slower, and the part of it lent at the start.
 EXPLORED = 0.01
@@ -31,42 +31,31 @@ _AHEAD = 64
 
 
 @dataclasses.dataclass
-class HeadDebt:
-    """The host's record of the tokens that the head has not read of one request.
+class Acceptance:
+    """What is known of one request's drafts.
 
     Attributes:
-        tokens: tokens decoded while the head rested, at the last report.
+        unread: tokens decoded while the head rested, at the last report.
         resting: whether rounds were dispatched without the head, and no catch-up since.
         in_prefix: whether the request shares pages of an earlier one that the head never read.
-    """
-
-    tokens: int = 0
-    resting: bool = False
-    in_prefix: bool = False
-
-    @property
-    def lost(self) -> bool:
-        """True if the head can no longer draft for the request."""
-        return self.in_prefix or self.tokens > ROOM
-
-
-@dataclasses.dataclass
-class Acceptance:
-    """Acceptance of one request.
-
-    Attributes:
-        debt: the tokens of the request that the head has not read.
         accepted: accepted drafts, by source.
         expected: drafts that an average request would have accepted, by source.
     """
 
-    debt: HeadDebt = dataclasses.field(default_factory=HeadDebt)
+    unread: int = 0
+    resting: bool = False
+    in_prefix: bool = False
     accepted: dict[str, float] = dataclasses.field(default_factory=dict)
     expected: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def factor(self, tier: Promise) -> float:
+    @property
+    def lost(self) -> bool:
+        """True if the head can no longer draft for the request."""
+        return self.in_prefix or self.unread > ROOM
+
+    def factor(self, tier: Tier) -> float:
         """Returns the acceptance relative to an average request's."""
-        if self.debt.lost and tier.wakes:
+        if self.lost and tier.head:
             return 0.0
         accepted, expected = self.accepted.get(tier.source, 0.0), self.expected.get(tier.source, 0.0)
         return (accepted + _PRIOR_DRAFTS) / (expected + _PRIOR_DRAFTS)
@@ -76,19 +65,19 @@ class TierPolicy:
     """Chooses tiers, and learns from accepted drafts. The first tier is vanilla decoding.
 
     Args:
-        costs: width -> tier -> seconds of a round with drafts, for the tiers in use at the width; vanilla decoding
-            always.
+        costs: width -> tier -> seconds of a round with drafts, for the tiers in use there; vanilla decoding always.
         waking: width -> seconds that a rested head needs to read the tokens it missed.
     """
 
     def __init__(
-        self, tiers: Sequence[Promise], costs: Mapping[int, Mapping[int, float]], waking: Mapping[int, float]
+        self, tiers: Sequence[Tier], costs: Mapping[int, Mapping[int, float]], waking: Mapping[int, float]
     ) -> None:
         self.tiers, self.costs, self.waking = list(tiers), costs, waking
         self.current = 0
         self._rounds = [0.0] * len(tiers)  # rounds of single requests, old ones discounted
         self._accepted = [0.0] * len(tiers)
-        self._drafted = [_PRIOR_ROUNDS * tier.drafts for tier in tiers]  # those of `_asked` with drafts, discounted
+        # Those of `_asked` with drafts, discounted. The text often has no match: half of the rounds, as a guess.
+        self._drafted = [_PRIOR_ROUNDS * (0.5 if tier.copies_alone else 1.0) for tier in tiers]
         self._asked = [float(_PRIOR_ROUNDS)] * len(tiers)
         self._tried = [0] * len(tiers)  # the latest dispatch of each
         self._dispatches = 0
@@ -106,27 +95,24 @@ class TierPolicy:
         """
         source = self.tiers[tier].source
         seen = [i for i, other in enumerate(self.tiers) if other.source == source]
-        guessed = sum(self._rounds[i] * self.tiers[i].accepted for i in seen)
-        prior = _PRIOR_ROUNDS * self.tiers[tier].accepted
+        guessed = sum(self._rounds[i] * self.tiers[i].guess for i in seen)
+        prior = _PRIOR_ROUNDS * self.tiers[tier].guess
         quality = (sum(self._accepted[i] for i in seen) + prior) / (guessed + prior) if prior else 0.0
         return (self._accepted[tier] + prior * quality) / (self._rounds[tier] + _PRIOR_ROUNDS)
 
     def choose(
         self, requests: Sequence[Acceptance], *, behind: bool, rounds: int, width: int, retired: Collection[str] = ()
     ) -> int:
-        """Chooses the tier of the next dispatch.
+        """Chooses the tier of the next dispatch, of so many rounds in `width` rows.
 
         Args:
-            requests: acceptance of each running request.
-            behind: whether the head has not read all of their tokens.
-            rounds: rounds of the dispatch.
-            width: rows of its program.
+            behind: whether the head has not read all tokens of the requests.
             retired: sources whose tiers are not taken.
         """
         self._dispatches += 1
         known = self.costs[width]
         rates = {
-            i: self._rate(i, requests, behind=behind, rounds=_AHEAD, width=width)
+            i: _AHEAD * self._tokens(i, requests) / self._seconds(i, behind=behind, rounds=_AHEAD, width=width)
             for i in known
             if self.tiers[i].source not in retired
         }
@@ -155,40 +141,31 @@ class TierPolicy:
         return share * self.costs[width][tier] + (1 - share) * self.costs[width][0]
 
     def learn(self, tier: int, seen: Sequence[tuple[Acceptance, int, int]], drafted: int) -> None:
-        """Learns from a dispatch.
-
-        Args:
-            tier: its tier.
-            seen: for each request its acceptance, its rounds, and the drafts accepted in them.
-            drafted: rounds with drafts, of all requests.
-        """
-        promise = self.tiers[tier]
+        """Learns from a dispatch, see `TierChoice.learn`."""
+        taken = self.tiers[tier]
         self._drafted[tier] = _FORGETTING * self._drafted[tier] + drafted
         self._asked[tier] = _FORGETTING * self._asked[tier] + sum(rounds for _, rounds, _ in seen)
-        seen = [x for x in seen if not (x[0].debt.lost and promise.wakes)]
-        if not promise.most or not seen:
+        seen = [x for x in seen if not (x[0].lost and taken.head)]
+        if not taken.depth or not seen:
             return
         mean = self.accepted(tier)
         self._rounds[tier] *= _FORGETTING
         self._accepted[tier] *= _FORGETTING
         for request, rounds, accepted in seen:
             # A request that is known to accept little counts less against the tier.
-            self._rounds[tier] += rounds * request.factor(promise)
+            self._rounds[tier] += rounds * request.factor(taken)
             self._accepted[tier] += accepted
             for counts, value in ((request.accepted, accepted), (request.expected, rounds * mean)):
-                counts[promise.source] = counts.get(promise.source, 0.0) + value
+                counts[taken.source] = counts.get(taken.source, 0.0) + value
 
     def _tokens(self, tier: int, requests: Sequence[Acceptance]) -> float:
         """Estimates the tokens of a round."""
-        promise, mean = self.tiers[tier], self.accepted(tier)
-        return sum((1 + min(mean * request.factor(promise), promise.most) for request in requests), 0.0)
+        taken, mean = self.tiers[tier], self.accepted(tier)
+        return sum((1 + min(mean * request.factor(taken), taken.depth) for request in requests), 0.0)
 
     def _seconds(self, tier: int, *, behind: bool, rounds: int, width: int) -> float:
-        waking = self.waking[width] if behind and self.tiers[tier].wakes else 0.0
+        waking = self.waking[width] if behind and self.tiers[tier].head else 0.0
         return rounds * self.cost(tier, width) + waking
-
-    def _rate(self, tier: int, requests: Sequence[Acceptance], *, behind: bool, rounds: int, width: int) -> float:
-        return rounds * self._tokens(tier, requests) / self._seconds(tier, behind=behind, rounds=rounds, width=width)
 
     def _to_try(
         self, requests: Sequence[Acceptance], rates: Mapping[int, float], best: int, known: Mapping[int, float]
@@ -196,8 +173,8 @@ class TierPolicy:
         """Returns the tier not tried for longest among those that could beat the best one."""
 
         def could_be_better(tier: int) -> bool:
-            promise = self.tiers[tier]
-            most = sum(1 + (promise.most if request.factor(promise) else 0) for request in requests)
+            taken = self.tiers[tier]
+            most = sum(1 + (taken.depth if request.factor(taken) else 0) for request in requests)
             return most / known[tier] > rates[best]
 
         others = [i for i in rates if i != best and could_be_better(i)]

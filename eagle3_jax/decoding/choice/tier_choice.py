@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from eagle3_jax.decoding.choice.costs import Costs
 from eagle3_jax.decoding.choice.policy import Acceptance, TierPolicy
@@ -21,13 +22,11 @@ _log = logging.getLogger(__name__)
 
 
 class TierChoice:
-    """The choice of each dispatch's tier: the policy's where costs are known, else the default.
-
-    Args:
-        tiers: vanilla decoding first, where there are several.
-        default: tier until costs are known.
+    """The choice of each dispatch's tier.
 
     Attributes:
+        tiers: vanilla decoding first, where there are several.
+        default: tier until costs are known; any thread may set it.
         pinned: tier of all dispatches, for measurements; None leaves the choice.
         dispatches: number of dispatches of each tier, by name.
         latest: name of the latest tier.
@@ -41,50 +40,32 @@ class TierChoice:
         self._policies: dict[bool, TierPolicy] = {}  # by whether all requests are greedy; empty without costs
         self.renew()
 
-    @property
-    def simulated(self) -> float | None:
-        return self.tiers[-1].simulated
-
     def renew(self) -> None:
         """Forgets the acceptance of the replaced head, and lets the new one draft."""
         self._drafted_rounds = self._accepted = 0
         self._told = False
         self._retired: set[str] = set()  # sources of drafts; kept here, since there may be no policies yet
 
-    def begin_with(self, tier: Tier) -> None:
-        """Sets the tier that is taken until costs are known, from any thread."""
-        self.default = tier
-
     def price(self, costs: Mapping[int, Costs], *, greedy: bool) -> None:
-        """Sets the tiers' costs at some widths, where all requests are greedy or where not; there others are not taken.
+        """Sets the tiers' costs at some widths, where all requests are greedy or where not.
 
-        At widths without costs the default is taken.
+        There tiers without costs are not taken, and the default is at widths without costs.
         """
         rounds = {
             width: {i: known.rounds[tier.name] for i, tier in enumerate(self.tiers) if tier.name in known.rounds}
             for width, known in costs.items()
         }
         waking = {width: known.waking for width, known in costs.items()}
-        if greedy in self._policies:
-            self._policies[greedy].price(rounds, waking)
-        else:
-            self._policies[greedy] = TierPolicy([tier.promise for tier in self.tiers], rounds, waking)
+        self._policies.setdefault(greedy, TierPolicy(self.tiers, {}, {})).price(rounds, waking)
 
     def useful(self, costs: Costs) -> Costs:
         """Keeps the tiers worth choosing: with most drafts accepted they are faster than vanilla decoding."""
         fastest, known = costs.rounds[self.tiers[0].name], costs.rounds
-        kept = {x.name for x in self.tiers if known.get(x.name, math.inf) <= fastest * (1 + _MOST * x.promise.most)}
+        kept = {x.name for x in self.tiers if known.get(x.name, math.inf) <= fastest * (1 + _MOST * x.depth)}
         return Costs({name: seconds for name, seconds in known.items() if name in kept}, costs.waking)
 
     def choose(
-        self,
-        requests: Sequence[Acceptance],
-        *,
-        greedy: bool,
-        behind: bool,
-        rounds: int,
-        width: int,
-        drafts: bool = True,
+        self, requests: Sequence[Acceptance], *, greedy: bool, width: int, drafts: bool = True, **asked: Any
     ) -> Tier:
         """Chooses the tier of the next dispatch, see `TierPolicy.choose`; `drafts`: whether any request wants them."""
         if self.pinned is not None:
@@ -92,8 +73,7 @@ class TierChoice:
         elif not drafts:
             tier = VANILLA
         elif (policy := self._policies.get(greedy)) and width in policy.costs:
-            retired = self._retired
-            tier = self.tiers[policy.choose(requests, behind=behind, rounds=rounds, width=width, retired=retired)]
+            tier = self.tiers[policy.choose(requests, width=width, retired=self._retired, **asked)]
         else:
             tier = VANILLA if self._retired else self.default
         self.dispatches[tier.name] += 1
@@ -101,24 +81,19 @@ class TierChoice:
         return tier
 
     def learn(self, tier: Tier, seen: Sequence[tuple[Acceptance, int, int]], drafted: int, *, greedy: bool) -> None:
-        """Learns from a dispatch.
+        """Learns from a dispatch; `seen`: of each request its acceptance, its rounds, and the drafts accepted in them.
 
-        Args:
-            seen: for each request its acceptance, its rounds, and the drafts accepted in them.
-            drafted: rounds with drafts, of all requests.
+        `drafted`: rounds with drafts, of all requests.
         """
         if self.pinned is None and (policy := self._policies.get(greedy)):
             policy.learn(self.tiers.index(tier), seen, drafted)
-        if tier.head and tier.tree is not None and not tier.tree.lookup_tokens:
-            drafting = [(rounds, accepted) for request, rounds, accepted in seen if not request.debt.lost]
-            self._watch(sum(rounds for rounds, _ in drafting), sum(accepted for _, accepted in drafting))
+        if tier.head and not tier.copies and not self._told:
+            self._watch([(rounds, accepted) for request, rounds, accepted in seen if not request.lost])
 
-    def _watch(self, rounds: int, accepted: int) -> None:
+    def _watch(self, seen: Sequence[tuple[int, int]]) -> None:
         """Warns once of a useless head, and lets it rest where there is a choice."""
-        if self._told:
-            return
-        self._drafted_rounds += rounds
-        self._accepted += accepted
+        self._drafted_rounds += sum(rounds for rounds, _ in seen)
+        self._accepted += sum(accepted for _, accepted in seen)
         if self._drafted_rounds < _ROUNDS_TO_TELL:
             return
         self._told = True

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.config.checks import require
 from eagle3_jax.decoding.choice.tier_choice import TierChoice
 from eagle3_jax.decoding.params import is_number
 from eagle3_jax.decoding.tier import VANILLA, Tier
@@ -39,30 +40,22 @@ def choice_for(
     *,
     sample_drafts: bool = True,
 ) -> TierChoice:
-    """Makes the tiers of an engine.
-
-    Args:
-        sample_drafts: False: no tree draws its drafts.
-
-    Raises:
-        ValueError: a draft that does not fit the target, or a tree the draft.
-    """
+    """Makes the tiers of an engine, see `Engine`. Raises ValueError: a draft that does not fit, or a tree the draft."""
     trees: list[Any] = [] if tree == "auto" else list(tree) if isinstance(tree, list | tuple) else [tree]
-    if (not trees and tree != "auto") or not all(isinstance(x, DraftTree) for x in trees):
-        raise ValueError(f"tree: got {tree!r}, expected a DraftTree, a list of them, or 'auto'")
-    if draft is not None and not isinstance(draft, Draft) and draft != "lookup":
-        raise ValueError(f"draft: got {draft!r}, expected a loaded head or 'lookup'; `Engine.load` takes folders")
-    if draft is None and (trees or simulated is not None):
-        raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
-    if simulated is not None and not (is_number(simulated) and 0 <= simulated <= 1):
-        raise ValueError(f"simulated_acceptance: got {simulated!r}, expected 0 to 1, or None")
+    known = (trees or tree == "auto") and all(isinstance(x, DraftTree) for x in trees)
+    require(bool(known), "tree", tree, "a DraftTree, a list of them, or 'auto'")
+    drafts = draft is None or isinstance(draft, Draft) or draft == "lookup"
+    require(drafts, "draft", draft, "a loaded head or 'lookup'; `Engine.load` takes folders")
     if draft is None:
+        require(not trees and simulated is None, "draft", None, f"a draft head or 'lookup' for {tree}")
         return TierChoice([VANILLA], VANILLA)
+    is_share = simulated is None or (is_number(simulated) and 0 <= simulated <= 1)
+    require(is_share, "simulated_acceptance", simulated, "0 to 1, or None")
     if isinstance(draft, str):
         every, default = WITH_LOOKUP, LOOKUP
         for x in trees:
-            if x.topk > 1 or x.num_draft_tokens != x.num_steps + 1:
-                raise ValueError(f"tree: got {x}, expected a chain (topk=1) for draft='lookup'")
+            is_chain = x.topk == 1 and x.num_draft_tokens == x.num_steps + 1
+            require(is_chain, "tree", x, "a chain (topk=1) for draft='lookup'")
         own = [Tier(replace(x, lookup_tokens=x.num_steps), head=False) for x in trees]
     else:
         _check(draft, target, trees)
@@ -70,8 +63,7 @@ def choice_for(
         own = [Tier(x, head=True) for x in trees]
     if own:
         every, default = own if isinstance(tree, DraftTree) else [VANILLA, *own], own[0]
-    if len({tier.name for tier in every}) < len(every):
-        raise ValueError(f"tree: got {tree}, expected different sizes")
+    require(len({tier.name for tier in every}) == len(every), "tree", tree, "different sizes")
     if not sample_drafts:
         every = [replace(x, tree=x.tree and replace(x.tree, sample_drafts=False)) for x in every]
     if simulated is not None:
@@ -84,14 +76,12 @@ def _check(draft: Draft, target: ModelConfig, trees: Sequence[DraftTree]) -> Non
     head = draft.head.config
     for field in ("vocab_size", "aux_layers"):
         got, expected = getattr(head, field), getattr(target, field)
-        if got != expected:
-            raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
+        require(got == expected, f"draft.{field}", got, f"the target's {expected}")
     if head.aux_layers and head.hidden_size != target.hidden_size:  # such a head reads the target's embeddings too
         raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.hidden_size}")
     most, deepest = draft.head.most_children, draft.head.drafts
+    name = "the draft vocabulary" if most == head.draft_vocab_size else "the head's candidates"
     for tree in trees:
-        if tree.topk > most:
-            name = "the draft vocabulary" if most == head.draft_vocab_size else "the head's candidates"
-            raise ValueError(f"tree.topk: got {tree.topk}, expected at most {name}, {most}")
-        if deepest is not None and tree.num_steps > deepest:
-            raise ValueError(f"tree.num_steps: got {tree.num_steps}, expected at most the head's {deepest}")
+        require(tree.topk <= most, "tree.topk", tree.topk, f"at most {name}, {most}")
+        fits = deepest is None or tree.num_steps <= deepest
+        require(fits, "tree.num_steps", tree.num_steps, f"at most the head's {deepest}")

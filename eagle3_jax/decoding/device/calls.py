@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jaxtyping import Array, Int
 
-from eagle3_jax.decoding.device.packed import Packed
 from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
+from eagle3_jax.decoding.rounds.sampling import Rows
 from eagle3_jax.decoding.tier import RoundPlan, Tier
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A program's arguments from the host, arrays of bool or of 32 bits in any pytree: one array, and so one transfer.
+
+    `bits` are those of all arrays; `form` is the pytree, and each array's shape and dtype.
+    """
+
+    bits: Int[Rows, " n"]
+    form: tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, *arguments: Any) -> Packed:
+        """Packs the arguments, on the host."""
+        leaves, tree = jax.tree.flatten(arguments)
+        each = [(np.int32(x) if x.dtype.kind == "b" else x.view(np.int32)).reshape(-1) for x in leaves]
+        bits: Any = np.concatenate(each)
+        return cls(bits, (tree, tuple((x.shape, x.dtype) for x in leaves)))
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Unpacks them, in a program."""
+        (tree, forms), start, leaves = self.form, 0, list[Array]()
+        for shape, dtype in forms:
+            part = self.bits[start : start + math.prod(shape)].reshape(shape)
+            leaves.append(part != 0 if dtype.kind == "b" else jax.lax.bitcast_convert_type(part, dtype))
+            start += math.prod(shape)
+        return jax.tree.unflatten(tree, leaves)
 
 
 class Call(NamedTuple):
@@ -52,11 +85,6 @@ def decode(
     plan = RoundPlan(tier, np.bool_(greedy))
     sent = Packed.of(*_rows(sizes, cancelled, slots, width), np.int32(max_rounds), np.int32(enough), plan)
     return Call("decode", {"width": width, "tier": tier}, sent)
-
-
-def reported_rows(sizes: Sizes, slots: Sequence[int], width: int) -> Sequence[int]:
-    """Returns the row of each slot in the report of `decode`."""
-    return range(len(slots)) if width < sizes.batch else slots
 
 
 def catch_up(sizes: Sizes, cancelled: Collection[int] = (), slot: int = 0) -> Call:

@@ -69,11 +69,7 @@ def tokens_that_fit(
 ) -> int:
     """Returns the tokens that fit into the caches in this share of the device's memory, beside weights and other state.
 
-    Args:
-        sizes: sizes of everything but the caches.
-
-    Raises:
-        ValueError: the device does not tell its memory, as CPUs do not.
+    Of `sizes` the caches' do not matter. Raises ValueError: the device does not tell its memory, as CPUs do not.
     """
     mesh = mesh_of(target.embed[...])
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]

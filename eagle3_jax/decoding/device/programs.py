@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from eagle3_jax.decoding.device import report as reports
+from eagle3_jax.decoding.device.calls import Packed
 from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.device.packed import Packed
 from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import ROUNDS
 from eagle3_jax.decoding.rounds.prefill import read
@@ -60,8 +60,7 @@ def _program(function: Callable[..., Any]) -> Any:
 def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, Int[Array, "r report"]]:
     """Reads a stretch of some prompts; prompts that end with it join the batch.
 
-    Returns:
-        The state, and one row per request: see `report.of_prefill`.
+    Returns the state, and one row per request: see `report.of_prefill`.
     """
     target, draft = models.modules()
     assert state.token_counts is not None
@@ -70,21 +69,10 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
     batch, requests = len(state.done), dataclasses.replace(chunk.requests, sampling=chunk.requests.sampling.with_keys())
     in_prompt = state.token_counts.in_prompt[jnp.minimum(chunk.slots, batch - 1)]
     token_counts = TokenCounts(in_prompt, jnp.zeros(in_prompt.shape, jnp.int32))
-    found, (cache, draft_cache) = read(
-        target,
-        draft,
-        chunk.tokens[:, :-1],
-        chunk.tokens[:, 1:],
-        chunk.starts,
-        chunk.counts,
-        chunk.ends,
-        (state.cache, state.draft_cache),
-        requests,
-        token_counts,
-        chunk.page_table,
-        None if state.states is None else _own_states(chunk.slots, batch),
-        greedy=False,
-    )
+    stretch = chunk.tokens[:, :-1], chunk.tokens[:, 1:], chunk.starts, chunk.counts, chunk.ends
+    places = chunk.page_table, None if state.states is None else _own_states(chunk.slots, batch)
+    caches = state.cache, state.draft_cache
+    found, caches = read(target, draft, *stretch, caches, requests, token_counts, *places, greedy=False)
     none, best = jnp.zeros_like(chunk.slots), state.logprobs.best.shape[-1]
     logprobs = jax.lax.cond(
         (requests.logprobs >= 0).any(),
@@ -114,8 +102,8 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
         unread = dataclasses.replace(unread, count=join(unread.count, none))
     state = dataclasses.replace(
         state,
-        cache=cache,
-        draft_cache=draft_cache,
+        cache=caches[0],
+        draft_cache=caches[1],
         requests=join(state.requests, dataclasses.replace(requests, limit=requests.limit - 1)),
         lengths=join(state.lengths, lengths),
         root=join(state.root, found.root),
@@ -151,8 +139,7 @@ def decode(
         slots: those of the requests, the batch's size for no request; None runs the whole batch.
         max_rounds: at most `ROUNDS`.
 
-    Returns:
-        The state, and one row for each of `slots`: see `report.of_decode`.
+    Returns the state, and one row for each of `slots`: see `report.of_decode`.
     """
     whole, state = _take(state, cancelled, slots)
     state = dataclasses.replace(
@@ -168,14 +155,15 @@ def decode(
     stop_at = jnp.minimum(state.done.sum() + enough, len(state.done))
     target, draft = models.modules()
     state = run_rounds(target, draft, state, max_rounds, stop_at, plan)
-    assert state.last_tree is not None
+    tree = state.last_tree
+    assert tree is not None
     assert state.logprobs is not None
-    sizes = state.accepted.shape[1], state.last_tree.tokens.shape[1], state.logprobs.best.shape[-1]
+    sizes = state.accepted.shape[1], tree.tokens.shape[1], state.logprobs.best.shape[-1]
     of_state = ("done", "failed", "num_output", "rounds", "drafted", "accepted", "ends", "output")
     report = reports.pack(
         reports.of_decode(*sizes),
         unread=jnp.zeros_like(state.rounds) if state.unread is None else state.unread.count,
-        tree=state.last_tree.stacked(),
+        tree=jnp.stack([tree.tokens, tree.parents, tree.taken.astype(jnp.int32)], axis=1),
         **{name: getattr(state, name) for name in of_state},
         **vars(state.logprobs),
     )
@@ -286,21 +274,18 @@ def copy_state(state: State, source: Int[Array, ""], target: Int[Array, ""]) -> 
 
 
 _PROGRAMS = frozenset(f"jit({name})" for name in ("prefill", "decode", "catch_up", "note_prompt", "copy_state"))
-_compiled: collections.Counter[int] = collections.Counter()  # by thread
+_compiled: collections.Counter[tuple[int, bool]] = collections.Counter()  # by thread, and whether an engine's
 
 
-def compiled() -> int:
-    """Counts the programs that this thread compiled since its first call, or read from a compilation cache."""
-    _listen()
-    return _compiled[threading.get_ident()]
+def compiled(*, every: bool = False) -> int:
+    """Counts the programs, of engines or `every` one, that this thread compiled, or read from a compilation cache."""
+    thread = threading.get_ident()
+    return _compiled[thread, True] + every * _compiled[thread, False]
 
 
 def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    _compiled[threading.get_ident()] += (
-        event == "/jax/core/compile/backend_compile_duration" and kwargs.get("fun_name") in _PROGRAMS
-    )
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled[threading.get_ident(), kwargs.get("fun_name") in _PROGRAMS] += 1
 
 
-@functools.cache
-def _listen() -> None:
-    jax.monitoring.register_event_duration_secs_listener(_count)
+jax.monitoring.register_event_duration_secs_listener(_count)

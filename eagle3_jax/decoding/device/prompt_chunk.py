@@ -43,13 +43,12 @@ class PromptChunk:
         cls,
         sizes: Sizes,
         length: int,
-        *,
         slot: int,
         prompt: Sequence[int],
         start: int,
-        stop: int | None = None,
         pages: Sequence[int],
         request: RequestRows,
+        stop: int | None = None,
     ) -> PromptChunk:
         """Makes one row, on the host: `length` tokens of a prompt from `start` on, fewer before `stop` or its end."""
         end = min(start + length, len(prompt) if stop is None else stop)

@@ -77,7 +77,7 @@ class RoundTree:
 
     @classmethod
     def of(cls, row: Int[np.ndarray, "3 n"]) -> RoundTree:
-        """Reads a row of `LastTree`, without its unused places."""
+        """Reads tokens, parents and `taken` of a `LastTree`, without its unused places."""
         tokens, parents, taken = row.tolist()
         kept = [node for node, parent in enumerate(parents) if node == 0 or parent >= 0]
         place = {node: number for number, node in enumerate(kept)} | {-1: -1}
@@ -113,16 +113,13 @@ class Progress:
     accepted: list[int] = dataclasses.field(default_factory=list)
 
 
-def first_progress(row: np.ndarray, best: int | None) -> Progress:
-    """Reads a row of prefill's report; `best` as in `of_prefill`."""
-    found = _read(of_prefill(best), row)
-    tokens = [] if found["failed"] else [int(found["root"])]
-    return Progress(tokens, [0] * len(tokens), bool(found["done"]), bool(found["failed"]), _logprobs_of(found, 1))
-
-
-def progress(row: np.ndarray, steps: int, nodes: int, best: int | None) -> Progress:
-    """Reads a row of decode's report; arguments as in `of_decode`."""
-    found = _read(of_decode(steps, nodes, best), row)
+def progress(row: np.ndarray, sizes: tuple[int, int] | None, best: int | None) -> Progress:
+    """Reads a row of decode's report, of these `steps` and `nodes`; without `sizes` of prefill's."""
+    if sizes is None:
+        found = _read(of_prefill(best), row)
+        tokens = [] if found["failed"] else [int(found["root"])]
+        return Progress(tokens, [0] * len(tokens), bool(found["done"]), bool(found["failed"]), _logprobs_of(found, 1))
+    found = _read(of_decode(*sizes, best), row)
     count, rounds, accepted = int(found["num_output"]), int(found["rounds"]), found["accepted"].tolist()
     return Progress(
         token_ids=found["output"][:count].tolist(),
@@ -141,9 +138,7 @@ def progress(row: np.ndarray, steps: int, nodes: int, best: int | None) -> Progr
 def _depths(ends: list[int], accepted: int) -> list[int]:
     """Returns the depth of each token's draft. A round gives its accepted drafts, then a token of the target's own.
 
-    Args:
-        ends: see `State`. The limit may cut the last round.
-        accepted: drafts in all rounds together; more than the tokens here if the limit cut them.
+    The limit may cut the last round, so that more drafts are `accepted` than there are tokens.
     """
     lengths = [end - start for start, end in itertools.pairwise([0, *ends]) if end > start]
     found = [depth for length in lengths[:-1] for depth in (*range(1, length), 0)]

@@ -25,7 +25,7 @@ from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.inference_layout import Product, for_inference, padded, weights_beside
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.quantisation import few_bits, quantised_as
+from eagle3_jax.models.quantisation import few_bits
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import machine
 from eagle3_jax.runs.progress import told
@@ -62,10 +62,10 @@ class ModelRunner:
     Attributes:
         target: the target, packed on a single CPU device.
         draft: the draft on the target's devices, packed likewise.
+        few_bits: those of the target, see `quantised_as`.
         tiers: the tiers of its rounds.
         mesh: the target's mesh; None is one device.
-        padding: numbers of rows for products of few rows, see `layouts.Padded`; empty until they
-            are measured.
+        padding: numbers of rows for products of few rows, see `layouts.Padded`; empty until they are measured.
         widths: rows of the decode programs in use: the whole batch, until narrower ones are compiled.
         prefill_shapes: (rows, tokens of each) of the prefill programs in use: all, until a warm-up begins.
         dispatches: number of calls given to the device.
@@ -85,7 +85,7 @@ class ModelRunner:
         if draft is not None and self.mesh is not None:
             draft = _spread(draft, self.mesh)
         self._draft_weights: Kind | None = draft_weights or weights_beside(target)
-        self._few_bits = few_bits(target)
+        self.few_bits = few_bits(target)
         target, draft = for_inference(target), None if draft is None else for_inference(draft, self._draft_weights)
         self.target, self.draft, self.sizes = target, draft, sizes
         self.widths, self.prefill_shapes = [sizes.batch], sizes.prefill_shapes
@@ -116,10 +116,6 @@ class ModelRunner:
     def observed(self) -> Observed | None:
         """What verification computed of each slot, with `Sizes.observed`; None before the first call."""
         return None if self._state is None else self._state.observed
-
-    def quantised_target(self, target: TargetModel) -> TargetModel:
-        """Returns a target of floats in the few bits of the runner's own. Raises ValueError: see `quantised_as`."""
-        return quantised_as(self._few_bits, target)
 
     def packed_target(self, target: TargetModel) -> TargetModel:
         """Returns a target of the runner's shapes and kinds of weights, packed and placed as the runner's own.
@@ -201,8 +197,9 @@ class ModelRunner:
         """True if the head rests in some tiers."""
         return self.draft is not None and not all(tier.head for tier in self.tiers)
 
-    def wait(self) -> None:
-        """Waits until the device has finished all calls."""
+    def finish(self, call: Call) -> None:
+        """Runs a program, and waits until the device has finished all calls."""
+        self.run(call)
         jax.block_until_ready(self._state)
 
     def reset(self) -> None:
@@ -236,8 +233,7 @@ class ModelRunner:
 def _as_before(before: Any, model: Any, *, rounds: bool) -> Any:
     """Places the leaves of a model as those of the one before, whose panels may have other scales.
 
-    Args:
-        rounds: to the dtypes of the one before; else float32 alone is kept where that one has it.
+    `rounds` them to the dtypes of that one; else float32 alone is kept where that one has it.
     """
 
     def place(before: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -249,11 +245,7 @@ def _as_before(before: Any, model: Any, *, rounds: bool) -> Any:
 
 
 def _compiled(program: Callable[..., Any], arguments: tuple[Any, ...], donated: State | None) -> Callable[..., Any]:
-    """Compiles a program for these arguments, without a call; returns it.
-
-    Args:
-        donated: that of the arguments which is.
-    """
+    """Compiles a program for these arguments, one of them donated, without a call; returns it."""
     leaves, structure = jax.tree.flatten(arguments)
     given = set(map(id, jax.tree.leaves(donated)))
     results: Any = None

@@ -58,14 +58,10 @@ class Sizes:
         learned: int = 0,
         kept_states: int | None = None,
     ) -> Sizes:
-        """Chooses the sizes.
+        """Chooses the sizes; a head may learn from `learned` tokens of an ended request.
 
-        Args:
-            kv_tokens: cache tokens of all requests together; None lets each sequence of the batch be `max_length` long.
-            learned: tokens of an ended request that a head may learn from; 0 where none learns.
-
-        Raises:
-            ValueError: no room for one request.
+        `kv_tokens` are all requests' together; None lets each sequence of the batch be `max_length` long. Raises
+        ValueError: no room for one request.
         """
         each = -(-(max_length + max(tier.scratch for tier in tiers)) // page_size)
         pages = each * batch if kv_tokens is None else kv_tokens // page_size
@@ -103,11 +99,7 @@ class Sizes:
         return [width for width in WIDTHS if width < self.batch] + [self.batch]
 
     def prefill_shape_for(self, left: Sequence[int], among: Sequence[tuple[int, int]] = ()) -> tuple[int, int]:
-        """Returns the prefill program with the least padding for prompts with `left` tokens, in their order.
-
-        Args:
-            among: the programs to choose from; empty is `prefill_shapes`.
-        """
+        """Returns the prefill program, `among` these or all, with the least padding for prompts of `left` tokens."""
 
         def use(shape: tuple[int, int]) -> tuple[float, int]:
             free, length = shape

@@ -30,14 +30,12 @@ def lead(engines: Sequence[Engine], rows: Rows, lost: Callable[[HostLost], objec
     """Yields an engine for each row, for process 0 alone to ask; the other processes `follow`.
 
     An engine on several hosts keeps its weights: `replace_draft` and `replace_target` refuse.
+    Raises HostLost: a process did not connect.
 
     Args:
         engines: of this process's own rows, warmed up on all processes alike: who compiles is silent.
         rows: the processes of each row of the mesh.
         lost: called once, by any thread, when the requests have ended with an error because a process is lost.
-
-    Raises:
-        HostLost: a process did not connect.
     """
     hosts = Hosts(wire.accept(), lost)
     own = _of(0, rows)
@@ -53,12 +51,9 @@ def lead(engines: Sequence[Engine], rows: Rows, lost: Callable[[HostLost], objec
 
 
 def follow(engines: Sequence[Engine], rows: Rows) -> None:
-    """Makes the calls that process 0 asks for, until it says that all is done.
+    """Makes the calls that process 0 asks for, until it says that all is done; arguments as of `lead`.
 
-    Args: see `lead`.
-
-    Raises:
-        HostLost: process 0 is gone, or fell silent.
+    Raises HostLost: process 0 is gone, or fell silent.
     """
     own = _of(processes.index(), rows)
     runners = {number: engine.own_runner for number, engine in zip(own, engines, strict=True)}

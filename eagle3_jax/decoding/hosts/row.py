@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,9 +28,7 @@ _PING = 1.0  # seconds between two signs of life
 class RowRunner:
     """The runner of a row as process 0 sees it: makes each call on all processes of the row.
 
-    Args:
-        like: a runner of this process; the row's own where `here`.
-        here: whether this process holds devices of the row.
+    `like` is a runner of this process: the row's own if devices of the row are `here`.
     """
 
     lockstep = False
@@ -102,9 +100,7 @@ class Hosts:
         """Sends a call; a block that fails here loses all, since the others have made it. Raises HostLost."""
         if self.failure is not None:
             raise self.failure
-        line = line_of(message)
-        for member in members:
-            self._send(member, line)
+        self._send(members, message)
         try:
             yield
         except Exception:
@@ -135,14 +131,15 @@ class Hosts:
     def end(self) -> None:
         """Lets the other processes end."""
         self._over.set()
-        for process in self._lines:
-            self._send(process, line_of("end"))
+        self._send(self._lines, "end")
 
-    def _send(self, process: int, line: bytes) -> None:
-        try:
-            self._lines[process].send_line(line)
-        except OSError:
-            self.lose(process, "is gone")
+    def _send(self, members: Iterable[int], value: Any) -> None:
+        line = line_of(value)
+        for process in members:
+            try:
+                self._lines[process].send_line(line)
+            except OSError:
+                self.lose(process, "is gone")
 
     def _listen(self, process: int) -> None:
         line = self._lines[process]
@@ -159,9 +156,8 @@ class Hosts:
                 self._reports[said["row"]].put((said["number"], numbers_of(said["report"]).reshape(said["shape"])))
 
     def _ping(self) -> None:
-        ping = line_of("ping")
         while not self._over.wait(_PING) and self.failure is None:
+            self._send(self._lines, "ping")
             for process in self._lines:
-                self._send(process, ping)
                 if time.monotonic() - self._heard[process] > wire.PATIENCE:
                     self.lose(process, f"fell silent for {wire.PATIENCE:.0f} s")

@@ -83,13 +83,11 @@ def accept() -> dict[int, Line]:
                 raise HostLost(f"process {missing[0]} of {processes.count()} did not connect") from error
             connection.settimeout(PATIENCE)
             line = Line(connection)
-            hello: Any = None
             try:
                 hello = line.read()
-                known = hmac.compare_digest(hello["secret"], secret)
-            except (OSError, EOFError, ValueError, TypeError, KeyError):
-                known = False
-            if not known:  # some other program of the network
+                if not hmac.compare_digest(hello["secret"], secret):
+                    raise ValueError
+            except (OSError, EOFError, ValueError, TypeError, KeyError):  # some other program of the network
                 connection.close()
                 continue
             connection.settimeout(None)  # read for ever; `_ping` looks after it

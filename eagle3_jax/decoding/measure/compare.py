@@ -6,22 +6,20 @@ A call that compiles is repeated, and only the repetition counts.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 from tqdm import tqdm
 
 from eagle3_jax.acceptance import AcceptanceCounts
+from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.measure.near_tie import NearTie
 from eagle3_jax.runs import processes
 from eagle3_jax.runs.command import stop_point
 
-_COMPILING = "/jax/core/compile/"
 _MOST_REPETITIONS = 3
 _REFILLS = 4
 
@@ -87,8 +85,7 @@ class Tally:
     def report(self, *, exact: bool) -> dict[str, Any]:
         """Returns the figures, ready for JSON, `tau` and `alpha` as of `AcceptanceCounts`; None is a ratio to nothing.
 
-        Args:
-            exact: greedy decoding, where answers must be equal; else `identical`, `ties` and `mismatches` are None.
+        Where answers need not be equal (`exact`, greedy), `identical`, `ties` and `mismatches` are None.
         """
         vanilla, speculative = _ratio(self.vanilla_tokens, self.vanilla_seconds), _ratio(self.tokens, self.seconds)
         return {
@@ -120,9 +117,7 @@ def total(tallies: Sequence[Tally]) -> Tally:
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Returns the first position where two answers differ, the end of the shorter included; None if they are equal."""
-    shorter = min(len(a), len(b))
-    different = (i for i in range(shorter) if a[i] != b[i])
-    return next(different, None if len(a) == len(b) else shorter)
+    return next((i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
 
 
 def compare(
@@ -142,10 +137,7 @@ def compare(
 
     Args:
         prompts: each with "id", "category" and "prompt", the engines' input.
-        params: sampling parameters, the same for both.
-        batch_size: the engines' batch size.
         judge: tells near-ties from mismatches where greedy answers differ; the prompts must then be token ids.
-        progress: shows a bar.
 
     Returns:
         A tally per category, in order of first appearance.
@@ -161,8 +153,7 @@ def compare(
                     engine.generate(asked, params)
             answers = {engine is speculative: timed(engine, asked, params) for engine in order}
             (plain, plain_seconds), (fast, fast_seconds) = answers[False], answers[True]
-            tally = tallies[group[0]["category"]]
-            tally.add(group, plain, fast, (plain_seconds, fast_seconds), judge)
+            tallies[group[0]["category"]].add(group, plain, fast, (plain_seconds, fast_seconds), judge)
             so_far = total(list(tallies.values()))
             vanilla_rate, rate = so_far.vanilla_tokens / so_far.vanilla_seconds, so_far.tokens / so_far.seconds
             bar.set_postfix_str(f"{vanilla_rate:.1f} tokens/s vanilla, {rate:.1f} speculative")
@@ -187,30 +178,12 @@ def _groups(prompts: Sequence[Mapping[str, Any]], batch_size: int) -> list[list[
 def timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Sequence[Any], float]:
     """Returns answers and seconds of a call in which nothing was compiled."""
     for _ in range(_MOST_REPETITIONS):
-        with _compilations() as compiled:
-            start = time.perf_counter()
-            answers = engine.generate(messages, params)
-            seconds = time.perf_counter() - start
-        if not processes.agree(lambda: list(compiled)):
+        before, start = programs.compiled(every=True), time.perf_counter()
+        answers = engine.generate(messages, params)
+        seconds, compiled = time.perf_counter() - start, programs.compiled(every=True) - before
+        if not processes.agree(lambda compiled=compiled: compiled):
             return answers, seconds
-    raise RuntimeError(f"the engine still compiles after {_MOST_REPETITIONS} calls with the same prompts: {compiled}")
-
-
-@contextlib.contextmanager
-def _compilations() -> Iterator[list[str]]:
-    """Yields a list that grows with every compilation of this thread: other threads measure other engines."""
-    events: list[str] = []
-    own = threading.get_ident()
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event.startswith(_COMPILING) and threading.get_ident() == own:
-            events.append(event.removeprefix(_COMPILING))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield events
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    raise RuntimeError(f"the engine still compiles after {_MOST_REPETITIONS} calls with the same prompts")
 
 
 def _ratio(part: int | float, whole: int | float) -> float | None:

@@ -60,9 +60,8 @@ def near_tie(target: TargetModel, prefix: Sequence[int], tokens: tuple[int, int]
 def _logits(target: TargetModel, tokens: Int[Array, "1 t"], last: Int[Array, ""], alone: bool) -> Float[Array, " v"]:
     """Computes the logits of the token after position `last`, by one pass over the whole sequence.
 
-    Args:
-        alone: reads the last token again behind the others, as vanilla decoding does; else it is one of several rows,
-            as in verification.
+    `alone` reads the last token again behind the others, as vanilla decoding does; else it is one of several rows, as
+    in verification.
     """
     positions = jnp.arange(tokens.shape[1])[None]
     whole = Pass(positions, jnp.zeros(1, jnp.int32), counts=last[None])

@@ -1,6 +1,6 @@
 """The profile of a round: its stages as programs of their own, and the bytes that it must read.
 
-In ordinary use a round is one program; its stages can be timed only apart.
+In ordinary use a round is one program; its stages can be timed only apart. Products of few rows are measured here too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,12 @@ from eagle3_jax.decoding.rounds.round import Verified, draft_tree, extend, verif
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree
 from eagle3_jax.decoding.tier import RoundPlan, Tier
+from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.layouts import bytes_of
-from eagle3_jax.mesh import parameter_path
+from eagle3_jax.mesh import mesh_set, parameter_path
+from eagle3_jax.models.inference_layout import Matrix, Product, products
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.runs import timing
+from eagle3_jax.runs import processes, timing
 
 STAGES = ("draft", "verify", "extend")
 _TURNS = 9
@@ -35,13 +37,7 @@ _SIDE, _PRODUCTS = 12288, 4  # 576 MiB per product
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """The profile of one round.
-
-    Attributes:
-        seconds: time of the whole round.
-        stages: seconds of each stage, and of the host ("host").
-        bytes_read: the bytes that the round must read.
-    """
+    """The profile of one round: its seconds, those of each stage and of the "host", and the bytes it must read."""
 
     seconds: float
     stages: dict[str, float]
@@ -78,16 +74,13 @@ def measure(runner: ModelRunner, tier: Tier) -> Round:
     """
 
     def dispatch(tier: Tier, count: int) -> None:
-        runner.run(calls.decode(sizes, (), range(batch), count, batch, width=batch, tier=tier))
-        runner.wait()
+        runner.finish(calls.decode(sizes, (), range(batch), count, batch, width=batch, tier=tier))
 
     def rehearse() -> None:
-        runner.run(calls.rehearse(sizes))
-        runner.wait()
+        runner.finish(calls.rehearse(sizes))
 
     vanilla, most, sizes, batch = runner.tiers[0], shapes.ROUNDS, runner.sizes, runner.sizes.batch
-    kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
-    works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
+    works = [functools.partial(dispatch, kind, count) for kind in (tier, vanilla) for count in (1, most)]
     one, several, single, plain = timing.in_turns(works, rehearse)
     rehearse()
     seconds = runner.lend(lambda models, state: times(models, state, tier))
@@ -118,22 +111,18 @@ def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, fl
 
 
 def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: Any = None) -> int:
-    """Counts the bytes that a round must read: weights, once per pass, and keys and values in use.
+    """Counts the bytes that a round must read: weights, once per pass, and keys and values in use, of `kv_dtype`.
 
     Embeddings count as a few rows, unless they are the LM head too. Experts count as many as the tokens of a pass may
     choose, as if no two chose the same. The draft runs once per level of the tree, the last time over the committed
     tokens; only this pass reads `fc` of an EAGLE-3 head. A block head runs once; its projections of keys and values,
     which the committed tokens read again, count once. A head's own keys and values are left out.
-
-    Args:
-        kv_dtype: dtype of the caches; None is the weights'.
     """
     target, draft = models.modules()
-    tree = tier.tree
-    total = _of_model(target, batch, 1 if tree is None else tree.num_draft_tokens, length, kv_dtype)
-    if tier.head and tree is not None and draft is not None:
+    total = _of_model(target, batch, tier.nodes, length, kv_dtype)
+    if tier.head and tier.tree is not None and draft is not None:
         head = draft.head
-        passes = head.passes(tree)
+        passes = head.passes(tier.tree)
         for nodes in passes:
             if head.model is not None:
                 total += _of_model(head.model, batch, nodes, length, kv_dtype)
@@ -157,19 +146,30 @@ def _weights(module: nnx.Module, config: Any, tokens: int) -> int:
     """Counts the bytes of weights that a pass over `tokens` tokens reads; axis 0 of `expert_*` is the expert."""
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(module):
-        read = bytes_of(leaf)
-        if "/expert_" in parameter_path(path):
-            experts = leaf.shape[0]
-            read = read // experts * min(experts, tokens * config.num_experts_per_tok)
-        total += read
+        of, experts = bytes_of(leaf), leaf.shape[0] if "/expert_" in parameter_path(path) else 0
+        total += of // experts * min(experts, tokens * config.num_experts_per_tok) if experts else of
     return total
+
+
+def cheapest_rows(runner: ModelRunner) -> dict[Product, tuple[int, ...]]:
+    """Measures to how many rows each kind of product is best padded, see `layouts.Padded`; none where it never pays."""
+    counts, found = few_rows.counts(), dict[Product, tuple[int, ...]]()
+    with mesh_set(runner.mesh):
+        for kind, matrices in products(runner.target, runner.draft).items() if counts else ():
+
+            def work(rows: int, kind: Product = kind, matrices: Sequence[Matrix] = matrices) -> None:
+                kind.times(matrices, rows).block_until_ready()
+
+            seconds = timing.in_turns([functools.partial(work, rows) for rows in counts], lambda: None)
+            best = few_rows.cheapest(dict(zip(counts, seconds, strict=True)))
+            found[kind] = tuple(processes.agree(lambda best=best: best))
+    return found
 
 
 def bandwidth() -> float:
     """Measures the bytes per second that the device reads: a matrix far larger than its caches, times a vector.
 
-    Each product takes the result of the one before, and the host waits once for all. A fast device reads the matrix in
-    less time than a call and its answer take.
+    The host waits once for products of each other: a fast device reads the matrix in less time than an answer takes.
     """
     matrix, vector = jnp.zeros((_SIDE, _SIDE), jnp.float32), jnp.zeros(_SIDE, jnp.float32)
     seconds = []

@@ -55,10 +55,9 @@ def grow(
         this: its `lengths` pairs are committed in the head's `cache`; slots behind them are scratch.
         sampling: draws the drafts of requests with a temperature; None takes the head's best for all.
         copied: `tree.lookup_tokens` tokens for each root; None if that is 0.
-        greedy: True where no request has a temperature: nothing is drawn then. An array is known on the device alone.
+        greedy: see `RoundPlan`.
 
-    Returns:
-        The tree, and the cache with its scratch written.
+    Returns the tree, and the cache with its scratch written.
     """
     k, batch, lengths = tree.topk, root.shape[0], this.lengths
     coins = _coins(sampling, lengths, tree.num_steps, greedy=greedy) if sampling is not None and k == 1 else None
@@ -149,11 +148,7 @@ def graft(
     no harm: after the drawn token's rejection, p has no mass left on it. A score never exceeds its parent's; `rerank`
     relies on that.
 
-    Args:
-        merges: whether each row merges.
-
-    Returns:
-        The pool's scores, tokens and parents, now q = p + c.
+    Returns the pool's scores, tokens and parents, now q = p + c.
     """
     size = order.shape[1]
     above = jnp.zeros(order.shape[0])

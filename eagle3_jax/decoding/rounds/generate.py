@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.config.checks import require
 from eagle3_jax.decoding.rounds.prefill import read
 from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
@@ -70,15 +71,13 @@ def generate(
     """
     batch, length = prompts.shape
     need, most = cache_length_needed(length, max_tokens, tree), target.config.max_position_embeddings
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens: got {max_tokens}, expected at least 1")
+    require(max_tokens >= 1, "max_tokens", max_tokens, "at least 1")
     if length + max_tokens > most:
         raise ValueError(f"prompts, max_tokens: got {length} + {max_tokens}, expected the target's {most} at most")
-    if cache_length is not None and cache_length < need:
-        expected = f"at least {need} for these prompts, max_tokens and tree"
-        raise ValueError(f"cache_length: got {cache_length}, expected {expected}")
-    if tree is not None and draft is None and tree.num_draft_tokens != tree.lookup_tokens + 1:
-        raise ValueError(f"draft: got None, expected a draft head for {tree}")
+    fits = cache_length is None or cache_length >= need
+    require(fits, "cache_length", cache_length, f"at least {need} for these prompts, max_tokens and tree")
+    drafts = tree is None or draft is not None or tree.num_draft_tokens == tree.lookup_tokens + 1
+    require(drafts, "draft", draft, f"a draft head for {tree}")
 
     def each(value: Any, dtype: Any) -> Array:
         return jnp.broadcast_to(jnp.asarray(0 if value is None else value, dtype), (batch,))
@@ -92,20 +91,10 @@ def generate(
     )
     greedy = temperature is None and not logprobs
     eos = jnp.asarray(target.config.eos_token_ids or (-1,), jnp.int32)
-    state = prefill(
-        target,
-        draft,
-        prompts,
-        lengths,
-        sampling,
-        each(max_tokens, jnp.int32),
-        jnp.where(each(ignore_eos, bool)[:, None], -1, eos[None]),
-        cache_length=cache_length or need,
-        max_output=max_tokens,
-        tree=tree,
-        greedy=greedy,
-        logprobs=logprobs,
-    )
+    limits = each(max_tokens, jnp.int32), jnp.where(each(ignore_eos, bool)[:, None], -1, eos[None])
+    sizes: Any = {"cache_length": cache_length or need, "max_output": max_tokens}
+    how: Any = {"tree": tree, "greedy": greedy, "logprobs": logprobs}
+    state = prefill(target, draft, prompts, lengths, sampling, *limits, **sizes, **how)
     tier = Tier(tree, head=tree is not None and draft is not None)
     return run_rounds(target, draft, state, max_tokens, batch, RoundPlan(tier, greedy))
 
@@ -128,13 +117,10 @@ def prefill(
     """Reads whole prompts into contiguous caches and chooses each answer's first token.
 
     Args:
-        tokens: prompts, padded on the right.
         cache_length: entries of the caches, `cache_length_needed(p, max_output, tree)` at least: JAX moves a write that
             exceeds the end.
         max_output: the largest `limit`.
-        tree: None is vanilla decoding; the draft is then not used.
         greedy: every request is `SamplingParams.greedy`.
-        logprobs: keeps log-probabilities of the output tokens.
     """
     batch, depth = tokens.shape[0], 0 if tree is None else tree.depth
     none = jnp.zeros(batch, jnp.int32)
@@ -142,18 +128,8 @@ def prefill(
     requests = RequestRows(limit, stop_ids, none + (0 if logprobs else -1), sampling)
     draft_cache = None if draft is None else draft.head.empty_cache(batch, cache_length)
     caches = target.empty_cache(batch, cache_length, Tier(tree, head=True).nodes), draft_cache
-    found, (cache, draft_cache) = read(
-        target,
-        draft,
-        tokens,
-        jnp.roll(tokens, -1, axis=1),
-        none,
-        prompt_lengths,
-        jnp.ones(batch, bool),
-        caches,
-        requests,
-        greedy=greedy,
-    )
+    whole = tokens, jnp.roll(tokens, -1, axis=1), none, prompt_lengths, jnp.ones(batch, bool)
+    found, (cache, draft_cache) = read(target, draft, *whole, caches, requests, greedy=greedy)
     room, of_tokens = max_output + depth + 1, None
     if logprobs:
         first = found.logits[:, None], found.root[:, None], found.processed[:, None]

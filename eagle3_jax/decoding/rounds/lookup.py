@@ -25,8 +25,7 @@ MOST = len(PROBABILITIES)
 class Copied:
     """Tokens that followed an earlier occurrence of each sequence's last tokens.
 
-    Attributes:
-        scores: log-probability that a token and all copied before it are right; -inf without a match.
+    A score is the log-probability that a token and all copied before it are right; -inf without a match.
     """
 
     tokens: Int[Array, "b c"]
@@ -34,12 +33,7 @@ class Copied:
 
 
 def copy(history: Int[Array, "b s"], end: Int[Array, " b"], count: int) -> Copied:
-    """Copies `count` tokens for each root.
-
-    Args:
-        history: the tokens of each sequence.
-        end: index of the last token, the root.
-    """
+    """Copies `count` tokens for each root, which stands at `end` of its sequence."""
     tokens, length = continuation(history, end, count)
     known = jnp.log(jnp.asarray(PROBABILITIES))
     each = known[jnp.clip(length[:, None] - 1 + jnp.arange(count)[None], 0, MOST - 1)]
@@ -51,11 +45,8 @@ def continuation(
 ) -> tuple[Int[Array, "b count"], Int[Array, " b"]]:
     """Finds the tokens after the longest earlier match of the last tokens; the latest of equally long ones.
 
-    A match whose continuation reaches the root goes on as a repetition.
-
-    Returns:
-        The tokens, and the length of the match, at most `MOST`. It is 0 if the last token is new; the tokens are then
-        undefined.
+    A match whose continuation reaches the root goes on as a repetition. Returns the tokens and the match's length, at
+    most `MOST`. It is 0 if the last token is new; the tokens are then undefined.
     """
     place = jnp.arange(history.shape[1])[None]
     same: Bool[Array, "b s"] = place < end[:, None]

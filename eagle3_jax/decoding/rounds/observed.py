@@ -28,12 +28,8 @@ class Observed:
     @classmethod
     def empty(cls, batch: int, length: int, aux: int, hidden: int) -> Observed:
         """Makes a buffer of `length` positions; `aux` and `hidden` are the widths of the states."""
-        shape = batch, length
-        return cls(
-            jnp.zeros((*shape, aux), jnp.uint16),
-            jnp.zeros((*shape, hidden), jnp.uint16),
-            jnp.zeros(shape, jnp.int32),
-        )
+        of_aux, of_hidden = (jnp.zeros((batch, length, width), jnp.uint16) for width in (aux, hidden))
+        return cls(of_aux, of_hidden, jnp.zeros((batch, length), jnp.int32))
 
     def put(
         self,
@@ -44,11 +40,9 @@ class Observed:
         last_hidden: Float[Array, "r p h"],
         argmax: Int[Array, "r p"],
     ) -> Observed:
-        """Writes the states of some positions.
+        """Writes the states of `taken` positions: at most l of a slot, which follow each other.
 
-        Args:
-            slots: the slot of each row; the batch's size drops the row.
-            taken: the positions to write. At most l of a slot, which follow each other.
+        A row whose slot is the batch's size is dropped.
         """
         length = self.argmax.shape[1]
         at = jnp.where(taken, positions % length, length)

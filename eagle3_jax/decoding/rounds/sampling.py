@@ -76,10 +76,9 @@ class LogitRules:
     def of(cls, params: SamplingParams, first_stop: int) -> LogitRules:
         """Makes one entry, on the host."""
         unused = [0] * (MAX_BIASED - len(params.logit_bias))
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         return cls(
-            repetition=entry(params.repetition_penalty, np.float32),
-            presence=entry(params.presence_penalty, np.float32),
-            frequency=entry(params.frequency_penalty, np.float32),
+            *(entry(penalty, np.float32) for penalty in penalties),
             bias_tokens=entry([*params.logit_bias.keys(), *unused], np.int32),
             bias=entry([*params.logit_bias.values(), *unused], np.float32),
             first_stop=entry(first_stop, np.int32),
@@ -92,11 +91,7 @@ class LogitRules:
         stop_ids: Int[Rows, "b stops"],
         positions: Int[Array, " b"],
     ) -> Float[Array, "b v"]:
-        """Changes the logits of the tokens at these positions.
-
-        Args:
-            stop_ids: -1 is no token.
-        """
+        """Changes the logits of the tokens at these positions; of `stop_ids` -1 is no token."""
         column, times = self.repetition[:, None], counts.in_answer.astype(jnp.float32)
         appeared = counts.in_prompt | (counts.in_answer > 0)
         repeated = jnp.where(logits > 0, logits / column, logits * column)
@@ -128,20 +123,10 @@ class Sampling:
 
     @classmethod
     def of(cls, params: SamplingParams, digest: int = 0, first_stop: int = 0) -> Sampling:
-        """Makes one entry, on the host.
-
-        Args:
-            digest: 32 bits that distinguish requests with the same seed.
-            first_stop: see `LogitRules`.
-        """
-        return cls(
-            temperature=entry(params.temperature, np.float32),
-            top_k=entry(params.top_k, np.int32),
-            top_p=entry(params.top_p, np.float32),
-            min_p=entry(params.min_p, np.float32),
-            key=entry([params.seed_bits, digest], np.uint32),
-            rules=LogitRules.of(params, first_stop),
-        )
+        """Makes one entry, on the host; 32 bits (`digest`) distinguish requests with the same seed."""
+        temperature, top_p, min_p = (entry(x, np.float32) for x in (params.temperature, params.top_p, params.min_p))
+        top_k, key = entry(params.top_k, np.int32), entry([params.seed_bits, digest], np.uint32)
+        return cls(temperature, top_k, top_p, min_p, key, LogitRules.of(params, first_stop))
 
     @classmethod
     def greedy(cls, batch: int) -> Sampling:
@@ -186,8 +171,8 @@ def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
     temperature = sampling.temperature[:, None]
     shifted = logits - logits.max(axis=-1, keepdims=True)
     probs = jax.nn.softmax(shifted / jnp.where(temperature > 0, temperature, 1.0), axis=-1)
-    filters = sampling.top_k, sampling.top_p, sampling.min_p
-    asks = _asks(sampling)
+    top_k, top_p, min_p = filters = sampling.top_k, sampling.top_p, sampling.min_p
+    asks = (sampling.temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))  # for filters
 
     def each(probs: Array) -> Array:  # row by row: rows without filters cost nothing
         return jax.lax.map(
@@ -197,11 +182,6 @@ def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
     probs = jax.lax.cond(asks.any(), each, lambda p: p, probs)
     greedy = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=probs.dtype)
     return jnp.where(temperature > 0, probs, greedy)
-
-
-def _asks(sampling: Sampling) -> Bool[Array, " b"]:
-    """Tells whether each request has filters."""
-    return (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
 
 
 def _filter(probs: Float[Array, " v"], top_k: Array, top_p: Array, min_p: Array) -> Float[Array, " v"]:
@@ -227,11 +207,8 @@ def _threshold(holds: Callable[[Array], Array]) -> Float[Array, ""]:
 def draw(coins: Float[Array, "b 2"], weights: Float[Array, "b v"]) -> Int[Array, " b"]:
     """Draws one token per row with probability proportional to its weight; a weight of 0 is never drawn.
 
-    Draws a block of the vocabulary, then a token in it: two random numbers per row, where Gumbel noise takes one per
-    token.
-
-    Args:
-        coins: uniform in [0, 1).
+    Draws a block of the vocabulary, then a token in it: two random numbers in [0, 1) per row, where Gumbel noise takes
+    one per token.
     """
     size = weights.shape[-1]
     width = block_width(size)

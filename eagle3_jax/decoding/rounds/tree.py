@@ -79,12 +79,7 @@ class LastTree:
         return cls(none, none, jnp.zeros((batch, nodes), bool))
 
     def note(self, nodes: TokenTree, path: Int[Array, "b p"], running: Bool[Array, " b"]) -> LastTree:
-        """Replaces the trees of running sequences.
-
-        Args:
-            path: accepted nodes, see `Walk`.
-            running: sequences that took part in this round.
-        """
+        """Replaces the trees of the sequences that took part in a round; `path`: accepted nodes, see `Walk`."""
         room = self.tokens.shape[1] - nodes.tokens.shape[1]
         taken = (path[:, :, None] == jnp.arange(self.tokens.shape[1])[None, None]).any(axis=1)
 
@@ -93,10 +88,6 @@ class LastTree:
 
         new = LastTree(padded(nodes.tokens), padded(nodes.parents), taken)
         return jax.tree.map(lambda x, old: jnp.where(running[:, None], x, old), new, self)
-
-    def stacked(self) -> Int[Array, "b 3 n"]:
-        """Stacks tokens, parents and `taken` into one array."""
-        return jnp.stack([self.tokens, self.parents, self.taken.astype(jnp.int32)], axis=1)
 
 
 def chain(root: Int[Array, " b"], drafts: Int[Array, "b c"]) -> TokenTree:

@@ -39,12 +39,7 @@ class Unread:
 
     @classmethod
     def empty(cls, batch: int, width: int, pairs: int, dtype: jnp.dtype) -> Unread:
-        """Makes an empty buffer.
-
-        Args:
-            width: width of the hidden states, all layers together.
-            pairs: most pairs of one round.
-        """
+        """Makes an empty buffer, for hidden states of `width` numbers and rounds of `pairs` at most."""
         room = ROOM + pairs
         none = jnp.zeros(batch, jnp.int32)
         return cls(jnp.zeros((batch, room), jnp.int32), jnp.zeros((batch, room, width), dtype), none)
@@ -74,11 +69,8 @@ def feed_unread(
 ) -> tuple[Unread, Cache, Float[Array, "b h"]]:
     """Lets the head read what it missed of the running sequences that are not lost.
 
-    Args:
-        cache: the head's; behind the pass's `lengths`, the committed tokens, it has `ROOM` unused slots.
-
-    Returns:
-        The buffer, the head's cache and its state, as if it had never rested.
+    Its `cache` has `ROOM` unused slots behind the pass's `lengths`, the committed tokens. Returns the buffer, the cache
+    and the head's state, as if it had never rested.
     """
     count = jnp.where(running & (unread.count <= ROOM), unread.count, 0)
     starts = this.lengths - count

@@ -15,6 +15,7 @@ child from q. A copied token comes last, with q = 1.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -63,8 +64,7 @@ def verify(
         lengths: committed tokens, which choose this round's random numbers.
         stop_ids: tokens that end the answer; -1 where there is none.
         token_counts: for the penalties of `sampling.rules`.
-        greedy: leaves sampling out; every request must then be `SamplingParams.greedy`. An array is known on the device
-            alone: one program has both.
+        greedy: see `RoundPlan`.
 
     Returns:
         The walk, the bonus token, and the log-probabilities of the accepted drafts and of the bonus behind them under
@@ -72,14 +72,13 @@ def verify(
         True, undefined where an array says so.
     """
     if not isinstance(greedy, bool):
+        known = functools.partial(verify, tree, logits, steps, sampling, lengths, stop_ids, token_counts)
 
-        def known(greedy: bool) -> tuple[Walk, Array, Array]:
-            walk, bonus, processed = verify(
-                tree, logits, steps, sampling, lengths, stop_ids, token_counts, greedy=greedy
-            )
-            return walk, bonus, jnp.zeros(walk.path.shape) if processed is None else processed
+        def best() -> tuple[Walk, Array, Array]:
+            walk, bonus, _ = known(greedy=True)
+            return walk, bonus, jnp.zeros(walk.path.shape)
 
-        return jax.lax.cond(greedy, lambda: known(True), lambda: known(False))
+        return jax.lax.cond(greedy, best, lambda: known(greedy=False))
     if greedy:
         predicted = argmax(logits)
         walk = walk_greedy(tree, predicted, steps)
@@ -142,10 +141,8 @@ def walk_sampled(
         coins: uniform in [0, 1), for each depth from the root's on: the two of `draw`, or one per sibling for drawn
             drafts. Nodes of the last depth have no children.
 
-    Returns:
-        The walk, the weights of the bonus token, the probability of each accepted draft, and the distribution at the
-        walk's end. The weights are that distribution, or what remains of it behind drawn drafts. The coins of `draw` at
-        that depth choose the bonus.
+    Returns the walk, the weights of the bonus token, the probability of each accepted draft, and the distribution at
+    the walk's end: the weights, or what they were before drawn drafts.
     """
     steps = coins.shape[1] - 1
     of_drawn = None if tree.drawn is None else tree.drawn.probs
@@ -201,10 +198,7 @@ def _multi_candidate(
 ) -> tuple[Bool[Array, "b n"], Float[Array, "b v"]]:
     """Accepts one child after the other with probability min(1, p / q); a rejection subtracts q from p.
 
-    If p is one token (temperature 0) this is the greedy rule, for any q.
-
-    Returns:
-        The accepted child, and what remains of p.
+    If p is one token (temperature 0) this is the greedy rule, for any q. Returns the child, and what remains of p.
     """
     by_chance = children & (drawn.group >= 0)
     first, count = jnp.argmax(by_chance, axis=-1), by_chance.sum(axis=-1)
@@ -220,10 +214,7 @@ def _multi_candidate(
         asks &= of_q > 0  # 0: no other token was left to draw
         accepted = asks & (coins[:, i] * of_q < of_p)
         hits |= accepted[:, None] & (column == first[:, None] + i)
-        rest = jnp.maximum(probs - q, 0.0)
-        total = rest.sum(axis=-1, keepdims=True)
-        # p equals q: only rounding rejects.
-        probs = jnp.where((asks & ~accepted)[:, None] & (total > 0), rest / jnp.where(total > 0, total, 1.0), probs)
+        probs = _behind(probs, jnp.maximum(probs - q, 0.0), asks, accepted)
         q = jnp.where(vocabulary == token, 0.0, q)
     if drawn.copied:  # the last child: drawn from one token, so q is 1
         copied = children & ~by_chance
@@ -231,10 +222,14 @@ def _multi_candidate(
         asks = copied.any(axis=-1) & ~hits.any(axis=-1)
         accepted = asks & (coins[:, -1] < jnp.take_along_axis(probs, token, axis=1)[:, 0])
         hits |= accepted[:, None] & copied
-        rest = jnp.where(vocabulary == token, 0.0, probs)
-        total = rest.sum(axis=-1, keepdims=True)
-        probs = jnp.where((asks & ~accepted)[:, None] & (total > 0), rest / jnp.where(total > 0, total, 1.0), probs)
+        probs = _behind(probs, jnp.where(vocabulary == token, 0.0, probs), asks, accepted)
     return hits, probs
+
+
+def _behind(probs: Array, rest: Array, asks: Array, accepted: Array) -> Array:
+    """Returns what remains of p behind a rejected draft; p itself if that is nothing, where only rounding rejects."""
+    total = rest.sum(axis=-1, keepdims=True)
+    return jnp.where((asks & ~accepted)[:, None] & (total > 0), rest / jnp.where(total > 0, total, 1.0), probs)
 
 
 def row_of(array: Array, row: Int[Array, " b"]) -> Array:

@@ -5,15 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eagle3_jax.decoding.choice.policy import Acceptance, HeadDebt, TierPolicy
-from eagle3_jax.decoding.choice.tiers import WITH_HEAD
-from eagle3_jax.decoding.tier import Promise
+from eagle3_jax.decoding.choice.policy import Acceptance, TierPolicy
+from eagle3_jax.decoding.choice.tiers import CHAIN, LOOKUP, VANILLA, WITH_HEAD
 
-# (drafts in a row, siblings, rows that the target verifies) of each tier that drafts with a head.
-TREES = [tier.tree for tier in WITH_HEAD if tier.head and tier.tree]
-SHAPES = [(tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in TREES]
+HEAD = [VANILLA, *(tier for tier in WITH_HEAD if tier.head)]
 ROUNDS = 4
-VANILLA = Promise(0.0, 0, "none", wakes=False, drafts=1.0)
 
 
 def accepting(depth, siblings, quality):
@@ -22,18 +18,10 @@ def accepting(depth, siblings, quality):
     return [right ** (i + 1) for i in range(depth)]
 
 
-def tiers_for(batch):
-    """Tiers, and their costs on a machine that reads its weights in the time of 24 rows' products."""
-
-    def cost(rows, drafts):
-        return max(1.0, batch * rows / 24) + drafts * (0.05 + 0.002 * batch)
-
-    tiers, costs = [VANILLA], [cost(1, 0)]
-    for depth, siblings, rows in SHAPES:
-        guess = float(sum(accepting(depth, siblings, 0.5)))
-        tiers.append(Promise(guess, depth, "head", wakes=True, drafts=1.0))
-        costs.append(cost(rows, depth))
-    return tiers, dict(enumerate(costs))
+def costs_for(batch):
+    """On a machine that reads its weights in the time of 24 rows' products."""
+    drafting = [max(1.0, batch * tier.nodes / 24) + tier.depth * (0.05 + 0.002 * batch) for tier in HEAD]
+    return dict(enumerate(drafting))
 
 
 @dataclasses.dataclass
@@ -44,7 +32,7 @@ class Simulated:
     unread: int = 0
 
 
-def simulate(batch, waiting, choose, tiers, costs, waking, policy=None):
+def simulate(batch, waiting, choose, costs, waking, policy=None):
     """Tokens a second while requests wait. What a dispatch accepted is known one dispatch later."""
     random, waiting = np.random.default_rng(1), [dataclasses.replace(request) for request in waiting]
     for request in waiting:
@@ -53,24 +41,23 @@ def simulate(batch, waiting, choose, tiers, costs, waking, policy=None):
     while waiting:
         behind = any(request.unread for request in running)
         tier = choose([request.known for request in running], behind)
-        promise = tiers[tier]
         seconds += ROUNDS * costs[tier]
-        if promise.wakes and behind:
+        if tier and behind:
             seconds += waking
             for request in running:
                 request.unread = 0
         learned = []
         for request in running:
             accepted = 0
-            if tier and not request.known.debt.lost:
-                depth, siblings, _ = SHAPES[tier - 1]
-                right = accepting(depth, siblings, request.quality)[0]
+            if tier and not request.known.lost:
+                depth, tree = HEAD[tier].depth, HEAD[tier].tree
+                right = accepting(depth, tree.topk, request.quality)[0]
                 accepted = sum(int(np.cumprod(x).sum()) for x in random.random((ROUNDS, depth)) < right)
             learned.append((request.known, ROUNDS, accepted))
             tokens += ROUNDS + accepted
             request.left -= ROUNDS + accepted
-            request.unread += 0 if promise.wakes else ROUNDS
-            request.known.debt.tokens = max(request.known.debt.tokens, request.unread)  # a lost request stays lost
+            request.unread += 0 if tier else ROUNDS
+            request.known.unread = max(request.known.unread, request.unread)  # a lost request stays lost
         running = [request if request.left > 0 or not waiting else waiting.pop() for request in running]
         if policy is not None:
             if late is not None:
@@ -89,16 +76,16 @@ HEADS = {
 
 def rates(batch, head, seed=0):
     """Of the policy, of vanilla decoding, and of the best tier that is always taken."""
-    (tiers, costs), waking, random = tiers_for(batch), 1.0, np.random.default_rng(seed)
+    costs, waking, random = costs_for(batch), 1.0, np.random.default_rng(seed)
     count, longest = (160, 300) if batch < 64 else (3 * batch, 100)
     waiting = [Simulated(HEADS[head](random), int(random.integers(20, longest))) for _ in range(count)]
-    policy = TierPolicy(tiers, {batch: costs}, {batch: waking})
+    policy = TierPolicy(HEAD, {batch: costs}, {batch: waking})
 
     def choose(known, behind):
         return policy.choose(known, behind=behind, rounds=ROUNDS, width=batch)
 
-    ours = simulate(batch, waiting, choose, tiers, costs, waking, policy)
-    fixed = [simulate(batch, waiting, lambda known, behind, i=i: i, tiers, costs, waking) for i in range(len(tiers))]
+    ours = simulate(batch, waiting, choose, costs, waking, policy)
+    fixed = [simulate(batch, waiting, lambda known, behind, i=i: i, costs, waking) for i in costs]
     return ours, fixed[0], max(fixed)
 
 
@@ -121,8 +108,7 @@ def test_never_slower_than_vanilla_nor_much_than_the_best_tier(head, batch):
 @pytest.mark.parametrize(("found", "chosen"), [(0.2, True), (1.0, False)])
 def test_a_round_without_drafts_costs_what_vanilla_decoding_does(found, chosen):
     """Copies that are right in one round of five: worth their price only if the other rounds do not pay it too."""
-    lookup = Promise(0.3, 8, "text", wakes=False, drafts=0.5)
-    policy = TierPolicy([VANILLA, lookup], {1: {0: 1.0, 1: 3.0}}, {1: 0.0})
+    policy = TierPolicy([VANILLA, LOOKUP], {1: {0: 1.0, 1: 3.0}}, {1: 0.0})
     for _ in range(300):
         policy.learn(1, [(Acceptance(), 10, 6)], round(10 * found))
     assert policy.cost(1, width=1) == pytest.approx(found * 3.0 + (1 - found), abs=0.01)
@@ -130,21 +116,11 @@ def test_a_round_without_drafts_costs_what_vanilla_decoding_does(found, chosen):
     assert (sum(taken) > 90) is chosen
 
 
-@pytest.mark.long
-def test_a_long_rest_saves_no_credit_for_many_tries():
-    head = Promise(0.1, 3, "head", wakes=True, drafts=1.0)
-    policy = TierPolicy([VANILLA, head], {1: {0: 1.0, 1: 2.0}}, {1: 1.0})
-    known, new = [Acceptance(HeadDebt(in_prefix=True))], [Acceptance()]
-    assert all(policy.choose(known, behind=True, rounds=ROUNDS, width=1) == 0 for _ in range(5000)), "lost to the head"
-    assert 1 <= sum(policy.choose(new, behind=True, rounds=ROUNDS, width=1) for _ in range(200)) <= 3
-
-
 @pytest.mark.slow
 def test_what_is_learned_in_one_width_is_known_in_another():
     """A head that fits the text drafts where it pays, and not in the width where it costs too much or has no price."""
-    head = Promise(1.0, 3, "head", wakes=True, drafts=1.0)
     costs = {1: {0: 1.0, 1: 1.2}, 4: {0: 1.1, 1: 3.0}, 8: {0: 1.3}}
-    policy = TierPolicy([VANILLA, head], costs, dict.fromkeys(costs, 0.1))
+    policy = TierPolicy([VANILLA, CHAIN], costs, dict.fromkeys(costs, 0.1))
 
     def taken(width):
         return [policy.choose([Acceptance()] * width, behind=False, rounds=ROUNDS, width=width) for _ in range(100)]
@@ -158,7 +134,7 @@ def test_what_is_learned_in_one_width_is_known_in_another():
 @pytest.mark.slow
 def test_of_two_tiers_the_one_that_was_of_no_use_is_tried_again():
     """Its rate is so near vanilla decoding's that hysteresis keeps it, while the other one is free to try."""
-    policy = TierPolicy([VANILLA, Promise(1.0, 3, "head", wakes=True, drafts=1.0)], {1: {0: 1.0, 1: 1.1}}, {1: 0.1})
+    policy = TierPolicy([VANILLA, CHAIN], {1: {0: 1.0, 1: 1.1}}, {1: 0.1})
     taken = []
     for turn in range(1000):
         tier = policy.choose([Acceptance()], behind=False, rounds=ROUNDS, width=1)

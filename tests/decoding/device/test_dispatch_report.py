@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.decoding.device.report import ROUNDS, RoundTree, first_progress, of_decode, of_prefill, pack, progress
+from eagle3_jax.decoding.device.report import ROUNDS, RoundTree, of_decode, of_prefill, pack, progress
 
 # A root, a draft, a place without use, and the draft's child; the first draft was accepted.
 TREE = [[7, 8, -1, 9], [-1, 0, -1, 1], [1, 1, 0, 0]]
@@ -27,13 +27,13 @@ def test_logprobs_travel_by_their_bits_and_are_left_out_where_nobody_asks():
     values = {"tokens": [[[1, 2]] + [[0, 0]] * 3], "best": [[[-0.1, -2.5]] + [[0, 0]] * 3]}
     values |= {"chosen": [-0.7, 0, 0, 0], "processed": [-0.3, 0, 0, 0]}
     row = packed(of_decode(0, 1, 2), num_output=1, output=[9, 0, 0, 0], **values)
-    ((chosen, processed, best),) = progress(row, 0, 1, 2).logprobs
+    ((chosen, processed, best),) = progress(row, (0, 1), 2).logprobs
     assert (chosen, processed) == (np.float32(-0.7), np.float32(-0.3))
     assert best == [(1, np.float32(-0.1)), (2, -2.5)]
-    assert progress(row, 0, 1, None).logprobs == [] and progress(row, 0, 1, None).token_ids == [9]
+    assert progress(row, (0, 1), None).logprobs == [] and progress(row, (0, 1), None).token_ids == [9]
     values = {"chosen": [-1.5], "processed": [-0.5], "tokens": [5], "best": [-1.5]}
     row = packed(of_prefill(1), root=5, done=True, **values)
-    found = first_progress(row, 1)
+    found = progress(row, None, 1)
     assert (found.token_ids, found.done, found.failed) == ([5], True, False)
     assert found.logprobs == [(-1.5, -0.5, [(5, -1.5)])]
 
@@ -58,7 +58,7 @@ def test_every_round_gives_its_drafts_and_then_a_token_of_its_own(accepted, cut)
             ends=[*ends, *ends_behind],
             tree=TREE,
         )
-        found = progress(row, steps, 4, None)
+        found = progress(row, (steps, 4), None)
         assert found.depths == depths and found.accepted == counted
         assert len(found.token_ids) == len(depths)
         assert (found.tree is None) == (not rounds)

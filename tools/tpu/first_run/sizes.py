@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from eagle3_jax.config import DraftTree, MeshConfig, RunConfig, run_file
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.measure import padding, profile
+from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import batch_sharding, make_mesh, put, shardings
@@ -174,7 +174,7 @@ def _rounds(run: Run) -> Iterator[Line]:
     vanilla = engine.tiers.tiers[0]
     if few_rows.counts():
         yield _round(f"{name}: {vanilla.name}, products unpadded", run, engine, vanilla)
-        engine.own_runner.pad(padding.cheapest(engine.own_runner))
+        engine.own_runner.pad(profile.cheapest_rows(engine.own_runner))
     for tier in engine.tiers.tiers:
         yield _round(f"{name}: {tier.name}", run, engine, tier)
 
