@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from toy import following
 
 from eagle3_jax.config import DraftConfig, DraftTree, TargetConfig, TrainConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure.compare import Tally
 from eagle3_jax.decoding.measure.near_tie import _in_float32, near_tie
-from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
@@ -90,7 +90,4 @@ def test_a_token_that_is_no_tie_is_no_near_tie(target):
 
 def near_tie_ranks(target: Target, prefix: list[int]) -> list[int]:
     """Tokens, the most probable first."""
-    tokens = jnp.asarray([prefix])
-    positions = jnp.arange(len(prefix))[None]
-    hidden, _, _ = target.model(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), target.model.empty_cache(1, 8))
-    return np.argsort(-np.asarray(target.model.logits(hidden[:, -1])[0])).tolist()
+    return np.argsort(-np.asarray(following(target.model, jnp.asarray([prefix]))[0, -1])).tolist()

@@ -187,29 +187,11 @@ def test_auto_chooses_among_parts_of_the_block(toy, trained):
     ]
     narrow = choice_for(toy.target.config, trained.draft(DFlash2), DraftTree(num_steps=4, topk=5, num_draft_tokens=16))
     assert len(narrow.tiers) == 1
-
-
-@pytest.mark.parametrize(
-    "kind, tree, message",
-    [
-        (DFlash, DraftTree(num_steps=5, num_draft_tokens=6), r"tree\.num_steps: got 5, expected at most the head's 4"),
-        (
-            DFlash2,
-            DraftTree(num_steps=2, topk=6, num_draft_tokens=8),
-            r"tree\.topk: got 6, expected at most the head's candidates, 5",
-        ),
-    ],
-)
-def test_trees_that_a_block_has_no_room_for(toy, trained, kind, tree, message):
-    with pytest.raises(ValueError, match=message):
-        choice_for(toy.target.config, trained.draft(kind), tree)
-
-
-def test_a_tree_over_the_block_accepts_more(toy, trained):
-    draft = trained.draft(DFlash2)
-    chain = answered(toy.target, draft, DraftTree(num_steps=4, num_draft_tokens=5))
-    tree = answered(toy.target, draft, DraftTree(num_steps=4, topk=4, num_draft_tokens=16))
-    assert int(tree.rounds.sum()) < int(chain.rounds.sum())
+    deep, wide = DraftTree(num_steps=5, num_draft_tokens=6), DraftTree(num_steps=2, topk=6, num_draft_tokens=8)
+    with pytest.raises(ValueError, match=r"tree\.num_steps: got 5, expected at most the head's 4"):
+        choice_for(toy.target.config, trained.draft(DFlash), deep)
+    with pytest.raises(ValueError, match=r"tree\.topk: got 6, expected at most the head's candidates, 5"):
+        choice_for(toy.target.config, trained.draft(DFlash2), wide)
 
 
 @pytest.mark.parametrize("kind", KINDS)

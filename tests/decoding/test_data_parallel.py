@@ -4,15 +4,11 @@ import threading
 from typing import Any
 
 import pytest
-import tiny
 
-from eagle3_jax.config import MeshConfig
 from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output, Stats
-from eagle3_jax.mesh import make_mesh, own_replica
-from eagle3_jax.models.checkpoint.fetch import load_target
 
 
 class FakeEngine(Engine):
@@ -65,19 +61,3 @@ def test_a_failure_ends_all_engines():
     engines = [FakeEngine(meeting), FakeEngine(meeting, broken=True)]
     with pytest.raises(OSError, match="the device is gone"):
         data_parallel.generate(engines, [[0], [1]], [SamplingParams()] * 2, lambda *_: None)
-
-
-@pytest.mark.slow
-def test_every_row_of_a_mesh_answers_as_one_engine_does(tmp_path):
-    folder = tiny.write_target(tmp_path / "target")
-    prompts = [[1, 270 + number, 280] for number in range(5)]
-    params = [SamplingParams(max_tokens=6, seed=number, temperature=0.7) for number in range(5)]
-    expected = Engine.load(str(folder), None, max_length=64).generate(prompts, params)
-    replica = own_replica(make_mesh(MeshConfig(data=2, model=2)))
-    rows = data_parallel.targets(load_target(str(folder), replica.mesh), replica)
-    engines = [Engine.load(row, None, max_length=64) for row in rows]
-    found = {}
-    data_parallel.generate(engines, prompts, params, found.__setitem__)
-    assert [found[index].token_ids for index in range(5)] == [output.token_ids for output in expected]
-    places = [engine.target.embed[...].sharding.device_set for engine in engines]
-    assert len(places[0] | places[1]) == 4 and not places[0] & places[1]

@@ -1,18 +1,12 @@
 """A model of its own as the draft: the promises that heads keep, and what a model that drafts for itself must do."""
 
-import dataclasses
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 import tiny_heads
 from toy import CHAIN, MAX_TOKENS, NO_TEXT, SMALL, TREE, generated
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.decoding.tier import VANILLA
 from eagle3_jax.models.drafts.head import Draft
 
@@ -54,25 +48,6 @@ def test_what_a_model_drafts_for_itself_is_accepted(model, itself, temperature):
     """All of a chain, whether its tokens are the best or drawn: draft and target know the same text."""
     state = generated(model, itself, tree=CHAIN, temperature=temperature)
     np.testing.assert_array_equal(state.accepted, np.broadcast_to(state.rounds[:, None], (4, 3)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
-def test_sampled_tokens_have_the_target_s_distribution(toy, model, small, sample_drafts):
-    """The second token of 4,096 answers against the exact distribution, by chi-square."""
-    samples, prompt = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32)
-    state = generate(
-        model,
-        small,
-        jnp.asarray(np.tile(prompt, (samples, 1))),
-        jnp.full(samples, 6, jnp.int32),
-        jax.random.key(7),
-        max_tokens=2,
-        tree=dataclasses.replace(TREE, sample_drafts=sample_drafts),
-        temperature=1.5,
-    )
-    assert int(state.accepted.sum()) > samples // 10
-    tiny.assert_second_token_is_the_targets(toy.target, prompt, np.asarray(state.output[:, 1]), temperature=1.5)
 
 
 @pytest.mark.long

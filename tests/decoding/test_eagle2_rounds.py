@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 import tiny_heads
 from flax import nnx
 from toy import CHAIN, IDS, MAX_TOKENS, NO_TEXT, SMALL, TREE, generated
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
@@ -99,13 +97,6 @@ def test_the_network(toy, fc_bias):
 
 
 @pytest.mark.slow
-def test_its_feature_is_the_state_behind_the_final_norm(toy, model):
-    tokens, positions = jnp.arange(6)[None], jnp.arange(6)[None]
-    hidden, aux, _ = model(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), model.empty_cache(1, 6))
-    np.testing.assert_array_equal(aux, hidden)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=["chain", "tree", "tree and text"])
 def test_greedy_drafts_change_no_token(toy, vanilla, model, tree):
     drafted = generated(model, make(toy, IDS), tree=tree)
@@ -122,22 +113,3 @@ def test_the_engine_takes_it(toy, model):
     assert [x.token_ids for x in drafting.generate(prompts, params)] == [x.token_ids for x in plain]
     with pytest.raises(ValueError, match=r"draft\.aux_layers: got \(3,\), expected the target's \(0, 1, 2\)"):
         Engine(toy.target, NO_TEXT, make(toy, np.arange(24)), TREE, **SMALL)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
-def test_sampled_tokens_have_the_target_s_distribution(toy, model, sample_drafts):
-    """The second token of 4,096 answers against the exact distribution, by chi-square."""
-    samples, prompt = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32)
-    state = generate(
-        model,
-        make(toy, IDS),
-        jnp.asarray(np.tile(prompt, (samples, 1))),
-        jnp.full(samples, 6, jnp.int32),
-        jax.random.key(7),
-        max_tokens=2,
-        tree=dataclasses.replace(TREE, sample_drafts=sample_drafts),
-        temperature=1.5,
-    )
-    assert int(state.accepted.sum()) > samples // 10
-    tiny.assert_second_token_is_the_targets(toy.target, prompt, np.asarray(state.output[:, 1]), temperature=1.5)

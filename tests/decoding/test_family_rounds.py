@@ -6,15 +6,14 @@ Prompts are longer than a local layer's window, and answers go on beyond it.
 import random
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 import tiny_families
 from flax import nnx
+from toy import NO_TEXT, following
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel
@@ -24,30 +23,12 @@ from eagle3_jax.models.target import TargetModel
 VOCABULARY, LENGTH, ANSWER = 60, 64, 12
 
 
-class Tokenizer:
-    chat_template = None
-
-    def convert_tokens_to_ids(self, _: str) -> None:
-        return None
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return " ".join(map(str, ids))
-
-
 def plain(model: TargetModel, prompt: list[int], length: int = LENGTH) -> list[int]:
     """Token after token, each from a pass over everything before it."""
-
-    @jax.jit
-    def logits(tokens: jax.Array) -> jax.Array:
-        positions = jnp.arange(length)[None]
-        this = Pass(positions, jnp.zeros(1, jnp.int32), counts=jnp.full(1, length))
-        hidden, _, _ = model(tokens, this, model.empty_cache(1, length))
-        return model.logits(hidden)[0]
-
     tokens = list(prompt)
     for _ in range(ANSWER):
         padded = jnp.asarray(tokens + [0] * (length - len(tokens)))[None]
-        tokens.append(int(jnp.argmax(logits(padded)[len(tokens) - 1])))
+        tokens.append(int(jnp.argmax(following(model, padded)[0, len(tokens) - 1])))
     return tokens[len(prompt) :]
 
 
@@ -73,10 +54,10 @@ def test_drafts_change_no_token(family):
     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
     tree = DraftTree(num_steps=3, topk=2, num_draft_tokens=6)
     size: dict[str, Any] = {"batch_size": 3, "max_length": LENGTH, "page_size": 16}
-    drafting = Engine(model, Tokenizer(), Draft(head, jnp.arange(40)), tree, **size)
+    drafting = Engine(model, NO_TEXT, Draft(head, jnp.arange(40)), tree, **size)
     answers = drafting.generate(prompts, params)
     assert [answer.token_ids for answer in answers] == [plain(model, prompt) for prompt in prompts]
-    copying = Engine(model, Tokenizer(), "lookup", DraftTree(num_steps=3, num_draft_tokens=4), **size)
+    copying = Engine(model, NO_TEXT, "lookup", DraftTree(num_steps=3, num_draft_tokens=4), **size)
     (copied,) = copying.generate([prompts[2] * 2], params)
     assert copied.token_ids == plain(model, prompts[2] * 2)
 
@@ -92,15 +73,8 @@ def test_a_state_is_its_sequence_s_own():
     draw = random.Random(0)
     long = [draw.randrange(VOCABULARY) for _ in range(300)]
     prompts = [long[:290], long[:5], [*long[:200], 7], long[50:150], long[:290]]
-    engine = Engine(
-        model,
-        Tokenizer(),
-        "lookup",
-        DraftTree(num_steps=3, num_draft_tokens=4),
-        batch_size=2,
-        max_length=320,
-        page_size=16,
-    )
+    size: dict[str, Any] = {"batch_size": 2, "max_length": 320, "page_size": 16}
+    engine = Engine(model, NO_TEXT, "lookup", DraftTree(num_steps=3, num_draft_tokens=4), **size)
     for _ in range(2):
         answers = engine.generate(prompts, SamplingParams(max_tokens=ANSWER, ignore_eos=True))
         assert [answer.token_ids for answer in answers] == [plain(model, prompt, 320) for prompt in prompts]
@@ -117,14 +91,7 @@ def test_what_it_drafts_for_itself_is_accepted(architecture):
     draw = random.Random(1)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(size)] for size in (3, 11, 33)]
     chain = DraftTree(num_steps=9, num_draft_tokens=10)
-    engine = Engine(
-        model,
-        Tokenizer(),
-        Draft(DraftModel(model), jnp.arange(VOCABULARY)),
-        chain,
-        batch_size=3,
-        max_length=LENGTH,
-        page_size=16,
-    )
+    draft, size = Draft(DraftModel(model), jnp.arange(VOCABULARY)), {"batch_size": 3, "max_length": LENGTH}
+    engine = Engine(model, NO_TEXT, draft, chain, page_size=16, **size)
     for answer in engine.generate(prompts, SamplingParams(max_tokens=21, ignore_eos=True)):
         assert answer.stats.accepted_per_position == [answer.stats.rounds] * 9

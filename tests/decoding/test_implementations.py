@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import CHAIN, NO_TEXT, SMALL, TREE
+from toy import CHAIN, NO_TEXT, SMALL, TREE, following
 
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear.layouts import Panels
-from eagle3_jax.models.cache import Pass
 
 PROMPTS = [[1, 2, 3], [5] * 20, [7], [2, 9, 4, 11, 3]]
 PARAMS = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=12, temperature=1.0, seed=3)]
@@ -37,15 +36,8 @@ def reference(target, prompt, count):
     text = list(prompt)
     for _ in range(count):
         tokens = jnp.asarray([text + [0] * (48 - len(text))], jnp.int32)
-        text.append(int(_logits(target, tokens)[0, len(text) - 1].argmax()))
+        text.append(int(following(target, tokens)[0, len(text) - 1].argmax()))
     return text[len(prompt) :]
-
-
-@jax.jit
-def _logits(target, tokens):
-    cache = target.empty_cache(1, tokens.shape[1])
-    positions = jnp.arange(tokens.shape[1])[None]
-    return target.logits(target(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), cache)[0])
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ import threading
 from typing import Any
 
 import pytest
-from toy import LETTERS, Tokenizer, make
+from toy import Tokenizer, make
 
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.calls import Call
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output, Request
@@ -206,76 +205,3 @@ def test_what_needs_an_idle_engine_is_refused_at_once_under_traffic(toy, engine,
     engine._loop._working.acquire()
     threading.Timer(0.2, engine._loop._let_go).start()
     engine.replace_draft(toy.good)
-
-
-@pytest.mark.slow
-def test_fifty_requests_are_answered_beside_all_that_can_go_wrong(engine, monkeypatch):
-    prompts = [LETTERS[i % 23] * (1 + i // 23) + LETTERS[i % 7] for i in range(50)]
-    expected = [answer.token_ids for answer in engine.generate(prompts, SHORT)]
-    before, kept, reported, failures = engine.stats(), [], [], []
-    run = engine.own_runner.run
-    doomed = [engine.submit("no", LONG) for _ in range(2)]  # they run first, and others work for them
-
-    def fail(call: Call) -> Any:
-        if call.name == "decode" and {*filter(None, engine._scheduler._slots)} <= {*doomed}:
-            failures.append(1 / 0)
-        return run(call)
-
-    monkeypatch.setattr(engine.own_runner, "run", fail)
-
-    def results(asked: list[str]) -> list[list[int]]:
-        return [request.result().token_ids for request in [engine.submit(prompt, SHORT) for prompt in asked]]
-
-    def generated(asked: list[str]) -> list[list[int]]:
-        answers = engine.generate(asked, SHORT, lambda index, _: reported.append(index))
-        return [answer.token_ids for answer in answers]
-
-    def asynchronously(read: Any, asked: list[str]) -> list[list[int]]:
-        async def main() -> list[list[int]]:
-            return await asyncio.gather(*(read(engine.submit(prompt, SHORT)) for prompt in asked))
-
-        return asyncio.run(main())
-
-    def closed_loop() -> None:
-        kept.append(await_in_closed_loop(engine.submit("abc", LONG)))
-
-    def late(read: Any) -> None:
-        async def main() -> None:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(read(engine.submit("def", LONG)), 0.01)
-
-        asyncio.run(main())
-
-    def raising_callback() -> None:
-        def stop(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(["ghi", "jkl", "mno"], SHORT, stop)
-
-    def raising_listener() -> None:
-        request = engine.submit("pqr", SHORT)
-        request._listeners.add(lambda: 1 / 0)
-        assert request.result().finish_reason == "length"
-
-    def undecodable() -> None:
-        request = engine.submit("stu", SHORT)
-        request._tokenizer = Undecodable()
-        assert request.result().finish_reason == "error"
-
-    wrong = [closed_loop, lambda: late(whole), lambda: late(pieces), raising_callback, raising_listener, undecodable]
-    ways = [results, generated, lambda asked: asynchronously(whole, asked), lambda asked: asynchronously(pieces, asked)]
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        answers = [pool.submit(way, prompts[i :: len(ways)]) for i, way in enumerate(ways)]
-        odd = [pool.submit(go) for go in 2 * wrong]
-        got = [answer.result(120) for answer in answers]
-        for one in odd:
-            one.result(120)
-    assert [got[i % len(ways)][i // len(ways)] for i in range(50)] == expected
-    assert sorted(reported) == list(range(len(got[1])))
-    assert [request.result().finish_reason for request in doomed] == ["error", "error"]
-    engine._loop.drive(lambda: not engine.stats().running + engine.stats().waiting)  # what closed loops asked for
-    assert is_free(engine) and not any(task.done() for task in kept)
-    counts = engine.stats().finished
-    assert sum(counts.values()) - sum(before.finished.values()) == 50 + len(doomed) + 2 * (len(wrong) + 2)
-    assert counts["error"] == len(doomed) + 2

@@ -151,8 +151,7 @@ def test_without_reuse_nothing_is_found():
     pool = PagePool(9, SIZE, reuse=False)
     for _ in range(2):
         allocation = pool.allocate([1, 2, 3, 4, 5], 6)
-        assert allocation is not None
-        assert allocation.reused == 0
+        assert allocation is not None and allocation.reused == 0
         pool.register(allocation, [1, 2, 3, 4, 5])
         pool.release(allocation)
     pool.check_idle()

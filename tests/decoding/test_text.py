@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax.decoding.device.report import Progress
 from eagle3_jax.decoding.params import SamplingParams
-from eagle3_jax.decoding.request import Output, Request
+from eagle3_jax.decoding.request import Output, Piece, Request
 from eagle3_jax.decoding.text import Channels, Detokenizer
 
 MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"]
@@ -142,19 +142,24 @@ class Driver:
         raise AssertionError
 
 
-def answer(tokenizer: Any, ids: list[int], **params: Any) -> tuple[Output, str]:
-    """A request's output, a token at a time, and the text that it streamed; it ends with these tokens."""
-    request = Request(Driver(), tokenizer, [258], SamplingParams(max_tokens=len(ids), **params), len(ids), 0)
+def asked(tokenizer: Any, prompt: list[int], ids: list[int], eos: int, **params: Any) -> tuple[Output, list[Piece]]:
+    """A request's output, a token at a time, and its pieces; it ends with these tokens."""
+    request = Request(Driver(), tokenizer, prompt, SamplingParams(max_tokens=len(ids), **params), len(ids), 0)
     pieces, stream = [], iter(request)
     for place, token in enumerate(ids, 1):
-        ending = request.take(Progress([token], [0], place == len(ids), False, [], rounds=1), frozenset({1}))
+        ending = request.take(Progress([token], [0], place == len(ids), False, [], rounds=1), frozenset({eos}))
         if ending is not None:
             request.publish(request.finish(*ending))
-        pieces.append(next(stream).text)
+        pieces.append(next(stream))
         if request.done:
             break
     assert request.output is not None
-    return request.output, "".join(pieces)
+    return request.output, pieces
+
+
+def answer(tokenizer: Any, ids: list[int], **params: Any) -> tuple[Output, str]:
+    output, pieces = asked(tokenizer, [258], ids, 1, **params)
+    return output, "".join(piece.text for piece in pieces)
 
 
 @pytest.mark.parametrize("stop", [(), ("never",)])
@@ -215,20 +220,10 @@ def test_tokens_are_sorted_by_channel_wherever_they_are_cut(tokenizer, prompt, s
 @pytest.mark.parametrize("stop", [(), ("greet", ", Z")])
 def test_a_request_streams_both_and_stops_in_the_answer_alone(tokenizer, stop):
     prompt, ids = ids_of(tokenizer, OPENING), ids_of(tokenizer, THOUGHT + ANSWER)
-    request = Request(Driver(), tokenizer, prompt, SamplingParams(max_tokens=len(ids), stop=stop), len(ids), 0)
-    pieces, stream = [], iter(request)
-    for place, token in enumerate(ids, 1):
-        done = place == len(ids)
-        progress = Progress([token], [0], done, False, [], rounds=1)
-        if ending := request.take(progress, frozenset({ids[-1]})):
-            request.publish(request.finish(*ending))
-        pieces.append(next(stream))
-        if request.done:
-            break
-    assert request.output is not None
-    assert request.output.text == "".join(piece.text for piece in pieces) == ("Hello" if stop else "Hello, Zoë!")
-    assert request.output.reasoning == "".join(piece.reasoning for piece in pieces) == "They greet."
-    assert request.output.finish_reason == "stop"
+    output, pieces = asked(tokenizer, prompt, ids, ids[-1], stop=stop)
+    assert output.text == "".join(piece.text for piece in pieces) == ("Hello" if stop else "Hello, Zoë!")
+    assert output.reasoning == "".join(piece.reasoning for piece in pieces) == "They greet."
+    assert output.finish_reason == "stop"
 
 
 def test_a_tokenizer_may_have_none(tokenizer):

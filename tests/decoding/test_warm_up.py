@@ -71,14 +71,6 @@ def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, 
     assert programs.compiled() == before and engine.stats().programs == stats.programs
 
 
-def test_a_log_says_at_first_how_many_programs_will_be_made(toy, monkeypatch):
-    engine, said = make(toy), []
-    monkeypatch.setattr(engine.own_runner, "compile", lambda _: None)
-    monkeypatch.setattr(warm_up.WarmUp, "rest", lambda *_: None)
-    engine.warm_up(progress=said.append)
-    assert said[0] == f"{engine.stats().planned_programs} programs are to compile, at most; 3 answer every request"
-
-
 def test_a_failure_beside_requests_is_told_and_they_go_on(toy, monkeypatch, caplog):
     engine = make(toy)
     monkeypatch.setattr(engine.own_runner, "compile", lambda _: None)

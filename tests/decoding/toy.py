@@ -5,6 +5,7 @@ The heads are one that often agrees with the target, one of the same shape that 
 """
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -17,9 +18,11 @@ from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.decoding.rounds.generate import generate
+from eagle3_jax.decoding.rounds.generate import generate, prefill
+from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.tier import RoundPlan, Tier
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families.llama import Llama
@@ -131,10 +134,29 @@ TEXTS = np.random.default_rng(0).integers(0, VOCABULARY, (4, 9)).astype(np.int32
 LENGTHS = np.array([9, 3, 6, 1], np.int32)
 
 
-def generated(target: Any, draft: Draft | None, rows: slice = slice(None), **options: Any) -> State:
+def generated(target: Any, draft: Draft | None, key: int = 0, **options: Any) -> State:
     """Answers to the texts."""
-    texts, lengths = jnp.asarray(TEXTS[rows]), jnp.asarray(LENGTHS[rows])
-    return generate(target, draft, texts, lengths, jax.random.key(0), max_tokens=MAX_TOKENS, **options)
+    texts, options = (jnp.asarray(TEXTS), jnp.asarray(LENGTHS)), {"max_tokens": MAX_TOKENS} | options
+    return generate(target, draft, *texts, jax.random.key(key), **options)
+
+
+@jax.jit
+def following(target: Any, tokens: Any) -> jax.Array:
+    """Logits behind every position of some texts [b, t], by one pass over all of each."""
+    positions, none = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.zeros(len(tokens), jnp.int32)
+    this = Pass(positions, none, counts=none + tokens.shape[1])
+    return target.logits(target(tokens, this, target.empty_cache(*tokens.shape))[0])
+
+
+@functools.partial(jax.jit, static_argnames=("tree", "slots", "limit"))
+def prefilled(
+    target: Any, draft: Draft | None, texts: Any, lengths: Any, tree: Any, slots: int = 128, limit: int = MAX_TOKENS
+) -> State:
+    """Greedy sequences behind their prompts."""
+    batch = len(texts)
+    of_requests = Sampling.greedy(batch), jnp.full(batch, limit, jnp.int32), jnp.full((batch, 1), -1)
+    sizes: dict[str, Any] = {"cache_length": slots, "max_output": limit, "tree": tree}
+    return prefill(target, draft, jnp.asarray(texts), jnp.asarray(lengths), *of_requests, greedy=True, **sizes)
 
 
 def plan(tree: DraftTree | None, greedy: Any = True) -> RoundPlan:

@@ -37,39 +37,28 @@ from eagle3_jax.models.target_config import ModelConfig
 pytest.importorskip("libtpu")
 
 # Llama-3.1-8B's shape with one layer.
-CONFIG = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=1,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    tie_word_embeddings=False,
-    max_position_embeddings=8192,
-    eos_token_ids=(128001, 128009),
-    aux_layers=(0, 1),
-)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "aux_layers": (0, 1),
+}
+CONFIG = LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, eos_token_ids=(128001, 128009), **SHAPE)
 BLOCK = BlockHeadConfig(
-    vocab_size=128256,
     draft_vocab_size=32000,
-    hidden_size=4096,
     target_hidden_size=4096,
-    intermediate_size=14336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    max_position_embeddings=8192,
-    aux_layers=(0, 1),
     block_size=8,
     mask_token_id=128255,
     layer_types=("full_attention", SLIDING),
     sliding_window=2048,
     is_causal=False,
+    **SHAPE,
 )
 TARGETS = pathlib.Path(__file__).parents[3] / "configs/targets"
 # A target of configs/ -> what of it makes one layer of each kind.

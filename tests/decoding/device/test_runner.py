@@ -1,7 +1,6 @@
 """The model runner: how much memory its caches take, and what compilers leave behind."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,11 @@ from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.tier import VANILLA
-from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, put, replicated, shardings
 from eagle3_jax.models.families.llama import Llama
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.runs import machine, timing
+from eagle3_jax.runs import machine
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 PAGE_SIZE = 16
@@ -83,9 +80,6 @@ def test_an_engine_of_a_share_of_the_memory_answers(toy, monkeypatch):
     assert engine.stats().pages > 64 // PAGE_SIZE
     with pytest.raises(ValueError, match=r"memory_fraction: .*does not tell its memory; give kv_tokens"):
         Engine(toy.target, None, toy.good, CHAIN, max_length=64, page_size=PAGE_SIZE, memory_fraction=0.8)
-
-
-def test_memory_without_room_for_one_request_is_refused(toy, monkeypatch):
     pretend(monkeypatch, bytes_limit=110_000, bytes_in_use=100_000)
     with pytest.raises(ValueError, match=r"kv_tokens: got 0, expected at least 80, room for one request"):
         Engine(toy.target, None, max_length=64, page_size=PAGE_SIZE, memory_fraction=0.8)
@@ -128,38 +122,3 @@ def test_a_dispatch_sends_one_array(toy, monkeypatch):
     assert [(x[4].tier, bool(x[4].greedy)) for x in said[1:3]] == [(VANILLA, True)] * 2
     assert [x.tolist() for x in said[3]] == [[False] * 4 + [True], [3]]
     assert [x.tolist() for x in said[4]] == [2, [7, 8] + [-1] * 62]
-
-
-@pytest.mark.long
-def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch):
-    """Costs are made up, so that four rows are the fewest worth having; matrices lie as on a TPU or a GPU."""
-    tied = toy.with_eos()
-    del tied.lm_head
-    tied.config = dataclasses.replace(tied.config, tie_word_embeddings=True)
-    monkeypatch.setattr(runner, "for_inference", lambda model, *_: model)
-    monkeypatch.setattr(few_rows, "device", lambda: types.SimpleNamespace(platform="tpu"))
-    works = []
-
-    def measure(some, prepare):
-        works.append(some[-1]())
-        return [3.0, 2.0, 1.0, 1.0, 1.0]
-
-    monkeypatch.setattr(timing, "in_turns", measure)
-    tokenizer = types.SimpleNamespace(convert_tokens_to_ids=lambda _: None, decode=lambda *_, **__: "")
-    engine = Engine(tied, tokenizer, toy.good, CHAIN, max_length=64, page_size=PAGE_SIZE)
-    prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=9)
-    before = [output.token_ids for output in engine.generate(prompts, params)]
-    assert not works and not engine.own_runner.padding
-    monkeypatch.setattr(engine.own_runner, "compile", lambda _: None)
-    engine.warm_up(progress=False)
-    kinds = engine.own_runner.padding
-    assert set(kinds.values()) == {(4, 8, 16)} and len(works) == len(kinds)
-    assert {kind.shape for kind in kinds if kind.vocabulary} == {toy.target.embed.shape, toy.good.head.lm_head.shape}
-    target, draft = engine.own_runner._models.modules()
-    assert draft is not None
-    for matrix in (target.lm_head, target.blocks[0].mlp.down, draft.head.fc, draft.head.lm_head):
-        assert matrix[...].rows == (4, 8, 16)  # pyrefly: ignore
-    assert target.embed[...] is tied.embed[...]
-    assert [output.token_ids for output in engine.generate(prompts, params)] == before
-    engine.replace_draft(toy.good)
-    assert [output.token_ids for output in engine.generate(prompts, params)] == before

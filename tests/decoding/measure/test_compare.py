@@ -8,13 +8,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure import compare as measure
-from eagle3_jax.decoding.measure.compare import Tally, compare, first_difference, total
+from eagle3_jax.decoding.measure.compare import Tally, compare, total
 from eagle3_jax.decoding.measure.near_tie import NearTie
 
 
@@ -125,16 +122,6 @@ def test_totals_add_everything() -> None:
     two.add(prompts("y"), [output([3])], [output([4], 2, [1, 1])], (2.0, 0.25))
     whole = total([one, Tally(), two])
     assert whole == Tally(2, AcceptanceCounts(3, [2, 1]), 3, 0.75, 3, 3.0, [], [{"id": "y", "position": 0}])
-
-
-@examples(50)
-@given(st.lists(st.integers(0, 1), max_size=4), st.lists(st.integers(0, 1), max_size=4))
-def test_first_difference(a: list[int], b: list[int]) -> None:
-    position = first_difference(a, b)
-    if position is None:
-        assert a == b
-    else:
-        assert a[:position] == b[:position] and a[: position + 1] != b[: position + 1]
 
 
 def test_categories_and_engines_take_turns() -> None:

@@ -1,9 +1,7 @@
 """Stages of a round as programs of their own: together they are the round, and the bytes that it reads are counted."""
 
-import itertools
 import json
 import pathlib
-import types
 
 import jax
 import jax.numpy as jnp
@@ -109,23 +107,3 @@ def test_a_draft_s_experts_are_those_of_its_own_tokens():
     for head, whole in ((layer, bytes_of(layer)), (DraftModel(target), bytes_of(target) - bytes_of(target.embed))):
         drafted = profile.bytes_read(Models.of(target, Draft(head, ids)), TREE, 1, 0) - alone
         assert drafted == 2 * (whole - 256 * expert) + (2 + 3) * 8 * expert
-
-
-def test_the_bandwidth_is_that_of_several_products_waited_for_once(monkeypatch):
-    """Waiting for each product would measure the call, which takes longer than a fast device's read."""
-    calls = []
-
-    class Result:
-        def block_until_ready(self):
-            calls.append("waited")
-
-    def product(matrix, vector):
-        calls.append("behind another" if isinstance(vector, Result) else "first")
-        return Result()
-
-    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)  # a second between two looks
-    for name, value in {"_SIDE": 8, "_product": product, "time": clock}.items():
-        monkeypatch.setattr(profile, name, value)
-    assert profile.bandwidth() == 4 * 8 * 8 * 4
-    turn = ["first", *["behind another"] * 3, "waited"]
-    assert calls == turn * (len(calls) // len(turn))

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import CHAIN, LENGTHS, MAX_TOKENS, SMALL, TEXTS, Tokenizer, generated, make
+from toy import LENGTHS, MAX_TOKENS, TEXTS, Tokenizer, generated
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.tiers import choice_for
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds import lookup
 from eagle3_jax.decoding.rounds.lookup import MOST, PROBABILITIES, continuation
 
@@ -70,36 +69,6 @@ def test_greedy_tokens_are_vanilla_s(toy, vanilla):
         text = [*TEXTS[row, :length], *vanilla[row]]
         assert state.history is not None
         assert state.history[row, : len(text)].tolist() == text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("head", [False, True])
-def test_requests_join_and_leave_and_prefixes_are_reused(toy, head):
-    plain = make(toy, None)
-    draft, tree = (toy.good, GRAFTED) if head else ("lookup", CHAIN)
-    engine = Engine(toy.target, Tokenizer(), draft, tree, **SMALL)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, 24, 40).tolist()
-    prompts = [shared[: rng.integers(1, 40)] + rng.integers(0, 24, rng.integers(1, 9)).tolist() for _ in range(12)]
-    params = [SamplingParams(max_tokens=int(rng.integers(1, 40))) for _ in prompts]
-    got, expected = engine.generate(prompts, params), plain.generate(prompts, params)
-    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
-    assert sum(answer.stats.cached_tokens for answer in got) > 0
-    rounds = [sum(answer.stats.rounds for answer in answers) for answers in (got, expected)]
-    assert rounds[0] < 0.9 * rounds[1]
-
-
-@pytest.mark.long
-def test_what_a_neighbour_copies_does_not_move_a_seeded_answer(toy):
-    """A row with nothing to copy draws as in vanilla decoding, also in rounds that another row drafts in."""
-    asked = [SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=seed) for seed in range(25)]
-    alone = Engine(toy.target, Tokenizer(), "lookup", CHAIN, **SMALL | {"batch_size": 1})
-    pair = Engine(toy.target, Tokenizer(), "lookup", CHAIN, **SMALL)
-    prompt, repeating = [3, 1, 2], [5, 6, 7] * 6
-    for params in asked:
-        expected = alone.generate([prompt], params)[0].token_ids
-        beside = [params, SamplingParams(max_tokens=16)]
-        assert pair.generate([prompt, repeating], beside)[0].token_ids == expected, params.seed
 
 
 def test_what_it_cannot_do_is_refused(toy):

@@ -72,16 +72,6 @@ def test_temperatures_down_to_zero_in_one_batch():
 
 
 @pytest.mark.slow
-def test_filters_do_not_touch_their_neighbours():
-    logits = jax.random.normal(jax.random.key(1), (3, 9))
-    mixed = probabilities(logits, sampling([1.0, 0.0, 1.0], [2, 0, 0], [1.0, 1.0, 0.5]))
-    alone = probabilities(logits, sampling([1.0, 1.0, 1.0]))
-    assert int((mixed[0] > 0).sum()) == 2
-    assert int((mixed[1] > 0).sum()) == 1
-    assert float(alone[2].max()) == pytest.approx(float(mixed[2].max() * alone[2][mixed[2] > 0].sum()), rel=1e-5)
-
-
-@pytest.mark.slow
 def test_a_row_with_top_p_of_one_keeps_everything_beside_a_row_with_less():
     """Without it a running sum that rounds to the whole mass would cut a tail of about 1e-6."""
     logits = jnp.broadcast_to(-jnp.linspace(0, 24, 4096), (2, 4096))
@@ -115,12 +105,3 @@ def test_a_token_is_that_of_the_running_sums(size, temperature):
     for row in range(64):
         expected, border = running_sums(logits[row], temperature, coins[row])
         assert got[row] == expected or border < 1e-5
-
-
-def test_a_weight_of_zero_is_never_drawn():
-    tokens = draw(
-        jax.random.uniform(jax.random.key(2), (500, 2)), jnp.broadcast_to(jnp.array([0.0, 1.0, 0.0, 3.0]), (500, 4))
-    )
-    counts = np.bincount(tokens, minlength=4)
-    assert counts[0] == counts[2] == 0
-    assert 90 < counts[1] < 165  # 125 expected, standard deviation 10

@@ -1,7 +1,6 @@
 """Trees against plain Python references."""
 
 import dataclasses
-import itertools
 import re
 
 import jax
@@ -225,20 +224,6 @@ def first_pass(length: int) -> Pass:
     return Pass(jnp.array([[length]], jnp.int32), jnp.array([length], jnp.int32))
 
 
-@pytest.mark.long
-def test_candidates_of_one_depth_do_not_see_each_other(toy, monkeypatch):
-    """Each node attends to its ancestors and itself only, among the drafts before it."""
-    seen, feed = [], Head.feed
-    monkeypatch.setattr(Head, "feed", lambda *given: seen.append(given[4].tail_mask) or feed(*given))
-    state, cache = jnp.ones((1, toy.target.config.hidden_size)), toy.good.head.empty_cache(1, 32)
-    size = DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
-    draft_lib.grow(toy.target, toy.good, size, jnp.array([18]), state, first_pass(0), cache)
-    for depth, mask in enumerate(seen, start=1):
-        assert mask.shape == (1, 3, 3 * depth)
-        assert mask.reshape(3, depth, 3).sum(axis=-1).tolist() == [[1] * depth] * 3
-        assert mask[0, :, -3:].tolist() == np.eye(3, dtype=bool).tolist()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "good"])
 @pytest.mark.parametrize("size", [SIZES[1], SIZES[3]], ids=["chain", "tree"])
@@ -288,25 +273,6 @@ def test_siblings_are_drawn_without_replacement():
     expected = samples * q[:, None] * q[None] / (1 - q[:, None]) * (1 - np.eye(4))
     assert np.trace(pairs) == 0
     assert (np.abs(pairs - expected) <= 4 * np.sqrt(expected)).all()
-
-
-@pytest.mark.parametrize("q", [[0.5, 0.3, 0.2], [0.9, 0.09, 0.01], [0.7, 0.3, 0.0]], ids=str)
-def test_every_order_of_siblings_has_the_probability_of_draws_in_turn(q):
-    """All noise there is, by quadrature: the middle of each of 32 equally probable stretches, for each of 3 tokens."""
-    parts = 32
-    each = -np.log(-np.log1p(-(np.arange(parts) + 0.5) / parts))
-    noise = np.stack(np.meshgrid(each, each, each, indexing="ij"), axis=-1).reshape(1, -1, 3)
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray(q)), noise.shape)
-    sampling = dataclasses.replace(Sampling.greedy(1), temperature=jnp.ones(1))
-    _, ids, probs = jax.jit(draft_lib._draw_children, static_argnums=1)(logits, 3, sampling, jnp.asarray(noise))
-    np.testing.assert_allclose(probs[0, 0], q, atol=1e-6)
-    got = np.zeros((3, 3, 3))
-    np.add.at(got, tuple(np.asarray(ids[0]).T), 1 / noise.shape[1])
-    expected = np.zeros((3, 3, 3))
-    for order in itertools.permutations(range(3)):
-        first, second, _ = (q[token] for token in order)
-        expected[order] = first * second / (1 - first)
-    np.testing.assert_allclose(got, expected, atol=4e-3)
 
 
 def test_noise_is_the_exponential_race_of_all_bits(monkeypatch):

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_heads
+from toy import prefilled
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.memory import empty_state
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.rounds.generate import prefill
 from eagle3_jax.decoding.rounds.round import run_rounds
-from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import behind
 from eagle3_jax.decoding.rounds.unread import ROOM, Unread, feed_unread
 from eagle3_jax.decoding.tier import VANILLA, RoundPlan, Tier
@@ -25,23 +24,6 @@ CHAIN = DraftTree(num_steps=2, num_draft_tokens=3)
 COPIES = DraftTree(num_steps=3, num_draft_tokens=4, lookup_tokens=3)
 PROMPTS = jnp.asarray(np.random.default_rng(2).integers(0, 24, (2, 8)), jnp.int32)
 LENGTHS = jnp.array([8, 5], jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnames="tree")
-def begin(toy_target, draft, prompts, lengths, tree):
-    return prefill(
-        toy_target,
-        draft,
-        prompts,
-        lengths,
-        Sampling.greedy(len(prompts)),
-        jnp.full(len(prompts), 300, jnp.int32),
-        jnp.full((len(prompts), 1), -1, jnp.int32),
-        cache_length=400,
-        max_output=300,
-        tree=tree,
-        greedy=True,
-    )
 
 
 @jax.jit
@@ -70,7 +52,7 @@ def test_it_wakes_as_if_it_had_never_rested(toy, tree, kind):
     """Rest, wake, draft, rest, wake: caches and state are those of a prefill of the whole text."""
     draft = toy.good if kind == "head" else tiny_heads.draft_model(toy.target, layers=1, width=40)
     toy = dataclasses.replace(toy, target=toy.target.observed_at(draft.head.config.aux_layers))
-    state = begin(toy.target, draft, PROMPTS, LENGTHS, COPIES)
+    state = prefilled(toy.target, draft, PROMPTS, LENGTHS, COPIES, 400, 300)
     width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
     state = dataclasses.replace(state, unread=Unread.empty(2, width, 4, jnp.dtype("float32")))
     for count, head in ((9, False), (3, True), (17, False)):
@@ -82,7 +64,7 @@ def test_it_wakes_as_if_it_had_never_rested(toy, tree, kind):
     for row, length in enumerate(LENGTHS):
         text = [*PROMPTS[row, :length].tolist(), *state.output[row, : state.num_output[row]].tolist()]
         texts[row, : state.lengths[row]] = text[:-1]
-    fresh = begin(toy.target, draft, jnp.asarray(texts), state.lengths, COPIES)
+    fresh = prefilled(toy.target, draft, texts, state.lengths, COPIES, 400, 300)
     np.testing.assert_array_equal(fresh.root, state.root)
     np.testing.assert_allclose(fresh.draft_state, state.draft_state, atol=2e-5)
     for ours, expected in ((state.draft_cache, fresh.draft_cache), (state.cache, fresh.cache)):

@@ -104,16 +104,6 @@ def test_sampled_walk_has_exactly_the_target_s_distribution(monkeypatch, name, s
 
 
 @pytest.mark.slow
-def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target(monkeypatch):
-    tree = make_tree([0, 1, 2], [-1, 0, 0], 1)
-    probs, highest = jnp.array([[0.0, 0.5, 0.4999999, 0.0]]), jnp.full((1, 2, 2), 1 - 2**-24)
-    monkeypatch.setattr(verify_lib, "probabilities", lambda *_: probs)
-    way, weights = walk(tree, jnp.ones((1, 3, 4)), highest)
-    assert (int(way.accepted[0]), int(way.last[0])) == (1, 2)
-    assert int(verify_lib.draw(highest[:, 1], weights)[0]) in (1, 2)
-
-
-@pytest.mark.slow
 def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
     """Coins of exactly 0 and close to 1, and others, over children of probability 0."""
     batch, vocabulary = 4096, 12
@@ -197,7 +187,7 @@ def without_replacement(q: np.ndarray, k: int) -> list[tuple[tuple[int, ...], fl
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("sharp", [0.5, 3.0])
+@pytest.mark.parametrize("sharp", [0.5, pytest.param(3.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "q_of", ["other", *(pytest.param(q, marks=pytest.mark.slow) for q in ("same", "one token", "two tokens"))]
 )
@@ -262,30 +252,9 @@ def test_greedy_walk_follows_the_argmax_and_stays_where_it_ends():
 
 
 @pytest.mark.slow
-def test_temperature_zero_is_greedy_among_sampled_neighbours():
-    tokens, parents = TREES["branches"]
-    tree, key = make_tree(tokens, parents, 3), jax.random.key(0)
-    logits = 3 * jax.random.normal(key, (3, len(tokens), 5))
-    sampling = dataclasses.replace(Sampling.greedy(3), temperature=jnp.array([0.0, 1.0, 1e-6]))
-    lengths, stops = jnp.array([3, 4, 5], jnp.int32), jnp.full((3, 1), -1, jnp.int32)
-    jitted = jax.jit(verify, static_argnums=2, static_argnames="greedy")
-    walk, bonus, _ = jitted(tree, logits, 3, sampling, lengths, stops, greedy=False)
-    expected, expected_bonus, _ = jitted(tree, logits, 3, sampling, lengths, stops, greedy=True)
-    for row in (0, 2):
-        assert walk.path[row].tolist() == expected.path[row].tolist()
-        assert bonus[row] == expected_bonus[row]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [
-        (1.5, 4, 0.8),
-        (1.0, 1, 1.0),
-        (0.7, 0, 1.0),
-        (1.3, 3, 1.0),
-        (1.0, 0, 0.6),
-    ],
+    [(1.5, 4, 0.8), (0.7, 0, 1.0), (1.0, 0, 0.6)],
 )
 def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, top_k, top_p):
     """Through `verify`, every coin by enumeration: temperature, top-k and top-p decide over drafts and bonus alike."""
