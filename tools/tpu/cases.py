@@ -19,6 +19,9 @@ from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.kernels import dispatch
 from eagle3_jax.kernels.cache.api import commit
 from eagle3_jax.kernels.contraction import contract
+from eagle3_jax.kernels.gated_delta import api as gated_delta
+from eagle3_jax.kernels.gated_delta.solve import CHUNK
+from eagle3_jax.kernels.gated_delta.tokens import Tokens
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.linear.quantised import product
 from eagle3_jax.kernels.tree_attention.api import tree_attention
@@ -244,6 +247,48 @@ class Commit(Case):
         return Call(move, arguments, trips, donated=tuple(range(3, len(arguments))))
 
 
+@dataclasses.dataclass(frozen=True)
+class Delta(Case):
+    """The gated delta rule over a tree's nodes or a prompt's tokens; its states are read, and a prompt's written."""
+
+    tokens: int = 16
+    batch: int = 1
+    key_heads: int = 16
+    value_heads: int = 32
+    head_dim: int = 128
+
+    @property
+    def prompt(self) -> bool:
+        return self.kernel.endswith("prompt")
+
+    @property
+    def floor_bytes(self) -> int:
+        """Counts queries, keys, values and outputs once, a tree's updates too."""
+        rows = 2 * self.key_heads + (2 if self.prompt else 3) * self.value_heads
+        states = (2 if self.prompt else 1) * self.value_heads * self.head_dim
+        return 4 * self.batch * self.head_dim * (self.tokens * rows + states)
+
+    @property
+    def operations(self) -> int:
+        """Counts keys and queries with keys, with states and with updates; and a prompt's updates of states."""
+        size = min(self.tokens, CHUNK)
+        of_keys, of_values = 4 * size, (6 if self.prompt else 4) * self.head_dim + 3 * size
+        heads = self.key_heads * of_keys + self.value_heads * of_values
+        return self.batch * self.tokens * self.head_dim * heads
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.batch} x {self.tokens}, {self.key_heads}/{self.value_heads}"
+
+    def call(self, **how: Any) -> Call:
+        b, t, k, n, d = self.batch, self.tokens, self.key_heads, self.value_heads, self.head_dim
+        shapes = [*[(b, t, k, d)] * 2, (b, t, n, d), *[(b, t, n)] * 2, (b, n, d, d)]
+        sees = (b, t) if self.prompt else (b, t, t)
+        read = gated_delta.chain if self.prompt else gated_delta.tree
+        arguments = [*((shape, "float32") for shape in shapes), (sees, "bool")]
+        return Call(lambda *x: read(Tokens(*x[:5]), *x[5:], **how), arguments)
+
+
 def _pages(case: Attention | Commit, slots: int) -> tuple[int, ...]:
     """Returns the shape of an engine's cache for as many slots of each sequence."""
     return case.batch * slots // PAGE_SIZE + 1, case.kv_heads, PAGE_SIZE, case.head_dim
@@ -264,4 +309,7 @@ CASES: list[Case] = [
     TrainingTimeTest("ttt_attention", LOOPS),
     TrainingTimeTest("ttt_attention backward", LOOPS),
     Commit("commit", LOOPS),
+    *(Delta("gated_delta tree", tokens=tokens) for tokens in (1, 16, 64)),
+    Delta("gated_delta tree", value_heads=48),
+    Delta("gated_delta prompt", tokens=2048),
 ]

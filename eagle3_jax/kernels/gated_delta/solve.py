@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.gated_delta.tokens import Tokens
 
-_CHUNK = 64
+CHUNK = 64  # tokens of a prompt that are one system
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -23,7 +23,7 @@ def chain(
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b n d_k d_v"]]:
     """See `api.chain`."""
     b, t = begins.shape
-    size = min(_CHUNK, t)
+    size = min(CHUNK, t)
 
     def chunks(x: Array) -> Array:
         padded = jnp.pad(x, ((0, 0), (0, -t % size), *((0, 0),) * (x.ndim - 2)))

@@ -14,7 +14,7 @@ import numpy as np
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.vocabulary.api import argmax, vocabulary_logits
 from eagle3_jax.runs import timing
-from tpu.cases import CASES, Attention, Call, Case, Commit, GroupedProduct, TopK, TrainingTimeTest
+from tpu.cases import CASES, Attention, Call, Case, Commit, Delta, GroupedProduct, TopK, TrainingTimeTest
 from tpu.first_run.lines import Line, attempt, chip_of, predict, right, skipped, time, within
 
 # Largest error beside the largest number of the expected result, in bfloat16, as all cases are.
@@ -28,6 +28,7 @@ _SMALL: dict[type[Case], dict[str, Any]] = {
     TopK: {"queries": 4, "k": 4, "hidden": 128, "vocabulary": 512},
     GroupedProduct: {"rows": 4, "inputs": 256, "outputs": 256},
     TrainingTimeTest: {"length": 128, "steps": 2, "query_heads": 2, "kv_heads": 1},
+    Delta: {"tokens": 9, "key_heads": 1, "value_heads": 2},
     Commit: {"nodes": 4, "batch": 2, "layers": 1, "kv_heads": 2, "slots": 512, "length": 252},
 }
 
@@ -83,6 +84,9 @@ def operands(case: Case, call: Call) -> list[jax.Array]:
         fixed = {0: _pages(call), 6: lengths, 7: np.broadcast_to(mask > 0, (case.batch, *mask.shape))}
     elif isinstance(case, TrainingTimeTest):  # one document
         fixed = {3: np.ones((1, case.length)), 4: case.steps - 1}
+    elif isinstance(case, Delta):  # a tree as above, or one document
+        sees = np.tril(np.ones(call.arguments[-1][0])) if not case.prompt else np.zeros(call.arguments[-1][0])
+        fixed = {3: -np.ones(call.arguments[3][0]), 4: np.full(call.arguments[4][0], 0.5), 6: sees}
     elif isinstance(case, Commit):
         path = np.broadcast_to(2 * np.arange(case.nodes), (case.batch, case.nodes))
         fixed = {0: np.full(case.batch, case.length), 1: path, 2: _pages(call, 2)}
