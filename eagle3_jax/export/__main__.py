@@ -75,6 +75,9 @@ def run(config: RunConfig, target: Target | None = None) -> None:
                 draft, name = Draft(head, jnp.asarray(token_ids)), target.identity["name"]
                 own = kinds.of_head(head).stored(draft, shape, config.export.dtype, name)
                 _write(own, config.export.format, folder, identity)
+                if (share := getattr(shape, "partial_rotary_factor", 1)) < 1 and not in_target(own.kind.name):
+                    base = f"by base {own.config.rope_theta:g}; the target rotates {share:g} of each of its own"
+                    print(f"{folder}: the draft rotates whole heads, {base}", file=sys.stderr)
 
             processes.agree(write)
         elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity, other)):

@@ -40,6 +40,7 @@ class StoredKind(DraftKind):
         table: config -> the tensors of each parameter path; `lm_head` may be left out.
         values: (a head, a form) -> config.json.
         canonical: a tensor's name in a folder -> the one in the table. spelled: (that, a form) -> its name there.
+        arranged: (tensors under the table's names, config.json) -> the same, with their rows in the table's order.
         on_disk: (config, target) -> the config as it is written down.
         contradictions: lists the fields of a config that contradict each other.
         drafts: config -> see `block`.
@@ -52,6 +53,7 @@ class StoredKind(DraftKind):
     engines: Engines
     canonical: Callable[[str], str] = str
     spelled: Callable[[str, str], str] = lambda name, form: name
+    arranged: Callable[[Tensors, dict[str, Any]], Tensors] = lambda tensors, values: tensors
     on_disk: Callable[[Any, ModelConfig], Any] = lambda config, target: config
     contradictions: Callable[[Any], list[str]] = lambda config: []
     drafts: Callable[[Any], int] | None = None
@@ -82,7 +84,8 @@ class StoredKind(DraftKind):
     def read(self, folder: pathlib.Path, target: AnyTarget | None = None) -> StoredHead:
         """See `DraftKind`."""
         tensors, problems = files.read_tensors(folder, self.canonical)
-        found = self.described(folder, files.read_config(folder), tensors, problems)
+        values = files.read_config(folder)
+        found = self.described(folder, values, tensors, problems)
         if found is not None:
             config = found["config"]
             problems += head_problems(tensors, self.table(config), config)
@@ -99,7 +102,7 @@ class StoredKind(DraftKind):
         if problems or found is None:
             raise DraftFormatError(f"{folder} does not hold a usable {self.label} head:\n  " + "\n  ".join(problems))
         dropped = {"d2t", "t2d"} | ({EMBEDDINGS} if config.target_hidden_size == config.hidden_size else set())
-        held = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+        held = {name: x for name, x in self.arranged(tensors, values).items() if name not in dropped}
         ids = np.arange(config.draft_vocab_size, dtype=np.int64) + tensors.get("d2t", 0)
         return StoredHead(self, tensors=held, token_ids=ids, **found)
 

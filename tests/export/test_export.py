@@ -191,6 +191,28 @@ def test_an_mtp_layer_is_exported_as_its_target_s_own(config: RunConfig) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "form"), [("eagle3", "sglang"), ("dspark", "vllm"), ("dflash", "speculators")])
+def test_a_head_has_rope_of_its_own_and_none_of_a_target_s_that_rotates_a_part(
+    config: RunConfig, capsys: Any, kind: str, form: str
+) -> None:
+    family = next(x for x in FAMILIES if x.config.architecture == "Qwen3_5ForCausalLM")
+    target = Target(tiny_families.make(family), None, IDENTITY, pathlib.Path())
+    draft = DraftConfig(kind=kind, vocab_size=4, head_dim=16, rope_theta=5e4, mask_token_id=59)
+    run = dataclasses.replace(config, draft=draft, export=dataclasses.replace(config.export, format=form))
+    head = kind_of(run, target.model.config).build(nnx.Rngs(5))
+    with Checkpoints(config.folder("train"), keep=2) as checkpoints:
+        checkpoints.save(TrainState(jnp.array(7, jnp.int32), head, {"count": jnp.zeros(())}), None)
+    export.run(run, target)
+    expected = "the draft rotates whole heads, by base 50000; the target rotates 0.5 of each of its own"
+    assert expected in capsys.readouterr().err
+    text = (run.folder("export") / "config.json").read_text()
+    assert not any(word in text for word in ("partial_rotary_factor", "mrope", "proportional"))
+    values = json.loads(text)
+    layer = values.get("transformer_layer_config", values)
+    assert (layer["head_dim"], layer["rope_theta"]) == (16, 5e4)
+
+
+@pytest.mark.slow
 def test_a_head_is_converted_without_its_target_and_keeps_to_it(
     config: RunConfig, target: Target, tmp_path: pathlib.Path, capsys: Any
 ) -> None:

@@ -18,12 +18,12 @@ from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.rope import read_rope
 
-NESTED, SPECULATORS_TYPE = "dflash_config", "speculators_model_type"
+NESTED, SPECULATORS_TYPE, _LFM2 = "dflash_config", "speculators_model_type", "Lfm2DSparkDraftModel"
 # Names in config.json; the first is written. vLLM and SGLang tell DFlash2 from DFlash by the architecture alone.
-# SpecForge's raw export has DSpark's second name.
+# SpecForge's raw export has DSpark's second name, Liquid AI's heads for LFM2.5 have the third.
 ARCHITECTURES = {
     "DFlash": ("DFlashDraftModel",),
-    "DSpark": ("Qwen3DSparkModel", "DSparkDraftModel"),
+    "DSpark": ("Qwen3DSparkModel", "DSparkDraftModel", _LFM2),
     "DFlash2": ("DFlash2DraftModel",),
 }
 # Key -> its value when absent, see `fields.LLAMA`.
@@ -35,11 +35,12 @@ _SIZES: dict[str, Any] = dict.fromkeys(fields.LLAMA, REQUIRED) | {
 }
 # Keys that select another network, with the supported values.
 _OFF = ("attention_bias", "mlp_bias", "use_gemma_norm", "attention_sink_bias", "add_swa_attention_sink_bias")
-_ON = ("use_aux_hidden_state", "is_neox_style", "rope_is_neox_style")
+_STYLES = ("is_neox_style", "rope_is_neox_style")  # see `interleaved`; vLLM reads the first, SGLang both
 _ONE = ("attention_value_scale", "output_multiplier", "input_embedding_scale", "logit_scale")
 _FIXED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OFF, (False,)),
-    **dict.fromkeys(_ON, (True,)),
+    **dict.fromkeys(_STYLES, (True, False)),
+    "use_aux_hidden_state": (True,),
     **dict.fromkeys(_ONE, (1.0,)),
     "hidden_act": ("silu",),
     "attention_mode": ("gqa",),
@@ -80,6 +81,12 @@ def read(network: type[DFlash], values: dict[str, Any], problems: list[str]) -> 
     theta, scaling = read_rope(flat, problems)
     if not any("rope_theta" in (x or {}) for x in (flat, flat.get("rope_parameters"), flat.get("rope_scaling"))):
         problems.append("rope_theta: missing; engines differ in its default")
+    for key in _ROPE[1:]:  # left there by the config.json of a target that sees images
+        if isinstance(flat.get(key), dict) and (sections := flat[key].get("mrope_section")):
+            problems.append(f"{key}.mrope_section: got {sections!r}, expected none: a head has RoPE of its own")
+    if {flat.get(key) for key in _STYLES} == {True, False}:
+        got = {key: flat[key] for key in _STYLES}
+        problems.append(f"{_STYLES[1]}: got {got}, expected one value")
     found: dict[str, Any] = {
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -102,6 +109,12 @@ def read(network: type[DFlash], values: dict[str, Any], problems: list[str]) -> 
     config = canonical(network, BlockHeadConfig(**sizes, **found))
     problems += contradictions(network, config)
     return config
+
+
+def interleaved(values: dict[str, Any]) -> bool:
+    """Tells of a config.json that `read` takes whether RoPE rotates neighbours in a head, not its two halves."""
+    flat = _flat(values, [])
+    return any(flat.get(key) is False for key in _STYLES)
 
 
 def write(network: type[DFlash], head: StoredHead, form: str) -> dict[str, Any]:
@@ -253,9 +266,11 @@ def _markov(flat: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         problems.append(f"markov_head_type: got {head_type!r}, expected 'vanilla': {other}")
     if not isinstance(confidence, bool):
         problems.append(f"enable_confidence_head: got {confidence!r}, expected true or false")
-    elif confidence and flat.get("confidence_head_with_markov") is not True:
-        got = flat.get("confidence_head_with_markov", False)
-        problems.append(f"confidence_head_with_markov: got {got!r}, expected True where there is a confidence head")
+    with_markov = flat.get("confidence_head_with_markov", fields.architecture(flat) == _LFM2)
+    if confidence is True and with_markov is not True:
+        problems.append(
+            f"confidence_head_with_markov: got {with_markov!r}, expected True where there is a confidence head"
+        )
     return {"markov_rank": _integer(flat, "markov_rank", problems, 1), "confidence": confidence}
 
 

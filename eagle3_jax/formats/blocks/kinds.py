@@ -124,15 +124,31 @@ def _described(
     config = block_config.read(network, values, problems)
     if config is None:
         return None
-    layer = values.get("transformer_layer_config") or values
+    layer, nested = values.get("transformer_layer_config") or values, values.get(block_config.NESTED) or {}
     speculation = values.get("speculators_config") or {}
     return {
         "config": config,
         "bos_token_id": layer.get("bos_token_id"),
         "eos_token_id": layer.get("eos_token_id"),
-        "target_layers": values.get("num_target_layers"),
+        "target_layers": values.get("num_target_layers", nested.get("num_target_layers")),
         "verifier": speculation.get("verifier") if block_config.SPECULATORS_TYPE in values else None,
     }
+
+
+def _arranged(tensors: Tensors, values: dict[str, Any]) -> Tensors:
+    """Moves neighbours that RoPE rotates into the two halves of a head, in queries and keys alike.
+
+    No product of the two changes, and a head that is written again rotates halves, as every engine has it.
+    """
+    if not block_config.interleaved(values):
+        return tensors
+    made = dict(tensors)
+    for name, tensor in tensors.items():
+        attention, _, part = name.rpartition("self_attn.")
+        if part in ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"):
+            d = len(tensors[f"{attention}self_attn.q_norm.weight"])
+            made[name] = tensor.reshape(-1, d // 2, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    return made
 
 
 def _kind(network: type[DFlash], method: str) -> StoredKind:
@@ -150,6 +166,7 @@ def _kind(network: type[DFlash], method: str) -> StoredKind:
         values=of(block_config.write, network),
         engines=compatibility.ENGINES,
         canonical=of(canonical, spellings=SPELLINGS),
+        arranged=_arranged,
         on_disk=lambda config, target: block_config.canonical(network, config),
         contradictions=of(block_config.contradictions, network),
         drafts=lambda config: config.block_size - network.first_row,

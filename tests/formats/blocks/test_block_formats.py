@@ -246,6 +246,66 @@ def test_other_places_of_keys(tmp_path: pathlib.Path) -> None:
     assert heads.read(folder).same(head)
 
 
+def block_states(tensors: dict[str, Any], config: Any, embed: Any, aux: Any, anchor: int) -> np.ndarray:
+    """States of the block behind all features `aux` [t, 3h], in plain numpy, with RoPE over neighbours."""
+    c, d, t = config, config.head_dim, len(aux)
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.rms_norm_eps) * tensors[f"{name}.weight"]
+
+    def product(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ tensors[f"{name}.weight"].T
+
+    def rotated(x: np.ndarray, name: str, norm_name: str, positions: np.ndarray) -> np.ndarray:
+        heads = norm(product(x, name).reshape(len(x), -1, d), norm_name)
+        angles = positions[:, None, None] * c.rope_theta ** (-np.arange(0, d, 2) / d)
+        turned = (heads[..., ::2] + 1j * heads[..., 1::2]) * np.exp(1j * angles)
+        return np.stack([turned.real, turned.imag], axis=-1).reshape(heads.shape)
+
+    context, at, own = norm(product(aux, "fc"), "hidden_norm"), np.arange(t), t + np.arange(c.block_size)
+    x = embed[[anchor] + [c.mask_token_id] * (c.block_size - 1)]
+    for i in range(len(c.layer_types)):
+        layer, a = f"layers.{i}", f"layers.{i}.self_attn"
+        u = norm(x, f"{layer}.input_layernorm")
+        q = rotated(u, f"{a}.q_proj", f"{a}.q_norm", own)
+        keys = np.concatenate([rotated(y, f"{a}.k_proj", f"{a}.k_norm", p) for y, p in ((context, at), (u, own))])
+        values = product(np.concatenate([context, u]), f"{a}.v_proj").reshape(len(keys), -1, d)
+        keys, values = (y.repeat(q.shape[1] // y.shape[1], axis=1) for y in (keys, values))
+        weights = np.exp(np.einsum("rnd,snd->nrs", q, keys) / np.sqrt(d))
+        attended = np.einsum("nrs,snd->rnd", weights / weights.sum(-1, keepdims=True), values)
+        x = x + product(attended.reshape(len(x), -1), f"{a}.o_proj")
+        u = norm(x, f"{layer}.post_attention_layernorm")
+        gate = product(u, f"{layer}.mlp.gate_proj")
+        x = x + product(gate / (1 + np.exp(-gate)) * product(u, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
+    return norm(x, "norm")
+
+
+@pytest.mark.parametrize("style", ["rope_is_neox_style", "is_neox_style"])
+def test_a_head_that_rotates_neighbours_is_read_as_one_that_rotates_halves(tmp_path: pathlib.Path, style: str) -> None:
+    """With the keys of Liquid AI's heads for LFM2.5. Written again, it rotates halves in every form."""
+    folder = written(tmp_path / "head", stored(DSPARK))
+    inner = LAYERS_OF_TARGET | {"num_target_layers": 6}
+    absent = dict.fromkeys((*inner, "sample_from_anchor", "confidence_head_with_markov"))
+    fields = absent | {style: False, "dflash_config": inner, "architectures": ["Lfm2DSparkDraftModel"]}
+    tiny_heads.alter(folder, **fields)
+    tensors, _ = tiny_heads.read(folder)
+    head = heads.read(folder, TARGET)
+    rows = {"lm_head.weight": np.zeros((VOCAB, HIDDEN), np.float32)}
+    whole = dataclasses.replace(head, tensors=head.tensors | rows)
+    network: Any = DSPARK.draft(whole, TARGET, jnp.float32).head
+    rng = np.random.default_rng(5)
+    embed, aux = rng.normal(size=(VOCAB, HIDDEN)), rng.normal(size=(7, 3 * HIDDEN))
+    expected = block_states(tensors, network.config, embed, aux, 11)
+    context = network.context(network.fuse(jnp.asarray(aux[None], jnp.float32)), jnp.arange(7)[None])
+    anchor, at, first = (jnp.array([[x]]) for x in (11, 7, 0))
+    got = network.states(jnp.asarray(embed, jnp.float32), anchor, at, context, first, at)
+    np.testing.assert_allclose(got[0, 0], expected, atol=1e-4, rtol=1e-4)
+    for form in ("vllm", "sglang", "speculators"):
+        again = written(tmp_path / form, head, form)
+        assert not {"rope_is_neox_style", "is_neox_style"} & tiny_heads.read(again)[1].keys()
+        assert heads.read(again).same(head)
+
+
 def test_causality_of_vllm_alone_becomes_that_of_both_engines(tmp_path: pathlib.Path) -> None:
     folder = written(tmp_path / "head", stored(DFLASH, **SLIDE))
     _, config = tiny_heads.read(folder)
@@ -275,6 +335,12 @@ def test_copies_of_the_targets_embeddings_and_lm_head(tmp_path: pathlib.Path, ta
 
 
 INNER = LAYERS_OF_TARGET
+
+
+def rope(**fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | fields}
+
+
 REFUSED: list[tuple[StoredKind, dict[str, Any], dict[str, Any], str]] = [
     (DSPARK, {}, {"markov_head_type": "gated"}, "markov_head_type: got 'gated', expected 'vanilla': the Markov heads"),
     (DSPARK, {}, {"confidence_head_with_markov": False}, "confidence_head_with_markov: got False, expected True"),
@@ -283,6 +349,16 @@ REFUSED: list[tuple[StoredKind, dict[str, Any], dict[str, Any], str]] = [
     (DFLASH, {}, {"attention_bias": True}, "attention_bias: got True, expected False"),
     (DFLASH, {}, {"dflash_config": INNER | {"projector_type": "domino"}}, "projector_type: got 'domino', expected"),
     (DFLASH, {}, {"rope_theta": None, "rope_parameters": None}, "rope_theta: missing"),
+    (DFLASH, {}, {"partial_rotary_factor": 0.25}, "partial_rotary_factor: got 0.25, expected none or 1"),
+    (DFLASH, {}, rope(partial_rotary_factor=0.25), "rope_parameters.partial_rotary_factor: got 0.25, expected"),
+    (DFLASH, {}, rope(mrope_section=[11, 11, 10]), "rope_parameters.mrope_section: got [11, 11, 10], expected none"),
+    (DFLASH, {}, rope(rope_type="proportional"), "rope_parameters.rope_type: got 'proportional', expected 'default'"),
+    (
+        DSPARK,
+        {},
+        {"is_neox_style": True, "rope_is_neox_style": False},
+        "rope_is_neox_style: got {'is_neox_style': True",
+    ),
     (DFLASH, {}, {"layer_types": [FULL]}, "layer_types: got ['full_attention'], expected 2 of"),
     (DFLASH, {}, {"layer_types": [SLIDING, FULL]}, "sliding_window: missing"),
     (DFLASH, {}, {"block_size": 1}, "block_size: got 1, expected an integer from 2 on"),

@@ -65,14 +65,15 @@ def shapes(name: str) -> dict[str, tuple[int, ...]]:
     return {tensor: shape for entry in kind.table(config).values() for tensor, shape in entry.tensors.items()}
 
 
-def test_a_published_header_names_the_tensors_that_are_read() -> None:
-    """DFlash2's, of which a whole header is at hand."""
-    head = HEADS["incoai/Muse-Glimmer-30B-DFlash2"]
+@pytest.mark.parametrize("name", ["incoai/Muse-Glimmer-30B-DFlash2", "LiquidAI/LFM2.5-1.2B-Instruct-DSpark"])
+def test_a_published_header_names_the_tensors_that_are_read(name: str) -> None:
+    """Those of which a whole header is at hand."""
+    head = HEADS[name]
     published = {DFLASH.canonical(stored): tuple(shape) for stored, shape in head["tensors"].items()}
     layer = {stored: shape for stored, shape in published.items() if stored.startswith("layers.0.")}
     for i in range(1, 5):
         published |= {stored.replace("layers.0.", f"layers.{i}."): shape for stored, shape in layer.items()}
-    assert shapes(head["name"]) == published
+    assert shapes(name) == published
 
 
 def test_sizes_that_are_known_of_parts() -> None:
@@ -87,3 +88,9 @@ def test_sizes_that_are_known_of_parts() -> None:
     found = {tensor: shape for entry in kind.table(config).values() for tensor, shape in entry.tensors.items()}
     assert {stored: list(found[stored]) for stored in head["tensors"]} == head["tensors"]
     assert f"{sum(map(math.prod, found.values())) / 1e9:.3f}G" == head["parameters"]
+
+
+def test_parameters_and_tensors_that_are_known() -> None:
+    liquid = "LiquidAI/LFM2.5-1.2B-Instruct-DSpark"
+    assert f"{sum(map(math.prod, shapes(liquid).values())) / 1e6:.1f}M" == HEADS[liquid]["parameters"]
+    assert len(shapes("RadixArk/Qwen3.8-27B-DSpark")) == 62
