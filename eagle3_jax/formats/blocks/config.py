@@ -81,7 +81,7 @@ def read(network: type[DFlash], values: dict[str, Any], problems: list[str]) -> 
     theta, scaling = read_rope(flat, problems)
     if not any("rope_theta" in (x or {}) for x in (flat, flat.get("rope_parameters"), flat.get("rope_scaling"))):
         problems.append("rope_theta: missing; engines differ in its default")
-    for key in _ROPE[1:]:  # left there by the config.json of a target that sees images
+    for key in ("rope_parameters", "rope_scaling"):  # left there by the config.json of a target that sees images
         if isinstance(flat.get(key), dict) and (sections := flat[key].get("mrope_section")):
             problems.append(f"{key}.mrope_section: got {sections!r}, expected none: a head has RoPE of its own")
     if {flat.get(key) for key in _STYLES} == {True, False}:
