@@ -100,10 +100,10 @@ def grouped(
         for x, sizes in zip(tensors, blocks.values(), strict=True):
             rows, start = x[(slice(None),) * (1 + len(shape))], 0
             for size in sizes:
-                found.append(rows[start : start + groups * size].reshape(groups, size, columns))
+                found.append(rows[start : start + groups * size].reshape(groups, size, -1))  # or scales of columns
                 start += groups * size
         fused = functions_of(found[0]).concatenate(found, axis=1)
-        return fused.reshape(-1, columns)[index[::-1]].T
+        return fused.reshape(-1, fused.shape[-1])[index[::-1]].T
 
     def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
         rows = iter(np.split(x.T.reshape(groups, -1, columns), np.cumsum(widths)[:-1], axis=1))

@@ -1,6 +1,7 @@
 """Checkpoints that come in 8 bits: read as floats, kept as stored, and refused by name."""
 
 import json
+import pathlib
 import re
 from typing import Any
 
@@ -10,13 +11,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+import tiny_families
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import TargetError, load_target, read_config
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model
-from eagle3_jax.models.quantisation import is_quantised
+from eagle3_jax.models.families import FAMILIES
+from eagle3_jax.models.quantisation import axis_of, is_quantised
 
 # As published: https://huggingface.co/Qwen/Qwen3-8B-FP8 and RedHatAI's checkpoints of Llama 3.1, config.json.
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -44,13 +47,25 @@ FORMS = {
 SIZES = {"hidden_size": 64, "intermediate_size": 160}
 
 
-def write(folder, form: str, config: dict[str, Any] | None = None) -> tuple[dict[str, np.ndarray], Any]:
+def write_target(folder: pathlib.Path, model_type: str) -> None:
+    """Rows and columns of more than a block, where they are not a Llama's."""
+    if model_type == "llama":
+        tiny.write_target(folder)
+    else:
+        family = next(family for family in FAMILIES if family.config.model_type == model_type)
+        sizes = {"hidden_size": 144, "intermediate_size": 160, "linear_value_head_dim": 40, "head_dim": 24}
+        tiny_families.write(folder, family, **sizes)
+
+
+def write(
+    folder: pathlib.Path, form: str, config: dict[str, Any] | None = None, model_type: str = "llama"
+) -> tuple[dict[str, np.ndarray], Any]:
     """A quantised checkpoint; returns its tensors, and the same matrices multiplied out."""
     section, suffix, dtype = FORMS[form]
-    tiny.write_target(folder)
+    write_target(folder, model_type)
     tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
     floats = dict(tensors)
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
+    for name in [name for name in tensors if re.search(r"(proj(_qkvz?|_z)?|w[123])\.weight$", name)]:
         rows, columns = tensors[name].shape
         shape = {"block fp8": (-(-rows // 128), -(-columns // 128)), "fp8 by tensor": (1,)}.get(form, (rows, 1))
         factors = rng.uniform(0.01, 0.02, shape).astype(ml_dtypes.bfloat16)
@@ -74,11 +89,20 @@ def leaves(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_it_is_read_as_the_floats_that_it_stands_for(tmp_path, form):
+@pytest.mark.parametrize(
+    ("model_type", "form"),
+    [
+        *(("llama", form) for form in FORMS),
+        ("qwen3_5_text", "block fp8"),
+        *(pytest.param("qwen3_5_text", form, marks=pytest.mark.long) for form in FORMS if form != "block fp8"),
+        pytest.param("qwen3_next", "block fp8", marks=pytest.mark.long),
+        pytest.param("lfm2", "fp8 by channel", marks=pytest.mark.long),
+    ],
+)
+def test_it_is_read_as_the_floats_that_it_stands_for(tmp_path, model_type, form):
     """And kept as stored, on one device and on two: the same numbers, multiplied out in the program."""
-    _, floats = write(tmp_path / "quantised", form)
-    tiny.write_target(tmp_path / "floats")
+    _, floats = write(tmp_path / "quantised", form, model_type=model_type)
+    write_target(tmp_path / "floats", model_type)
     save_file({name: np.asarray(x, np.float32) for name, x in floats.items()}, tmp_path / "floats/model.safetensors")
     expected = leaves(load_target(TargetConfig(name=str(tmp_path / "floats"), aux_layers=(1, 2, 3))).model)
     config = read_config(tmp_path / "quantised", (1, 2, 3))
@@ -90,7 +114,7 @@ def test_it_is_read_as_the_floats_that_it_stands_for(tmp_path, form):
     for name, want in expected.items():
         np.testing.assert_array_equal(read[name], want)
         for got in kept[name], split[name]:
-            is_matrix = "attention" in name or "mlp" in name
+            is_matrix = axis_of(name, vocabulary=False) is not None
             assert is_quantised(got) == is_matrix
             if is_matrix:
                 assert got.values.dtype == FORMS[form][2]
