@@ -69,9 +69,11 @@ SINCE = {
 # Property of a target, whose hidden states an engine must capture -> the same. Read from the target's own class in the
 # same versions (vLLM: 0.21.0, 0.22.0 and 0.32.0; 0.33.0 is the same).
 # - SGLang: gemma3_causal.py of 0.5.23 captures the output of a layer's last part without the residual (0.5.12 did
-#   not); mimo.py cannot capture.
-# - vLLM: gemma3.py, gemma3_mm.py, lfm2.py and lfm2_moe.py lack SupportsEagle3; the forward of mimo.py returns no aux
-#   states; deepseek_v2.py adds a residual that block 0 lacks, and in 0.22.0 captures nothing after the last block.
+#   not); mimo.py cannot capture, and lfm2.py and lfm2_moe.py capture for DFlash alone. Qwen 3.5 as a whole model with
+#   its tower, in qwen3_5.py; qwen3_next.py. Older versions of these four were not read.
+# - vLLM: gemma3.py, gemma3_mm.py, lfm2.py and lfm2_moe.py lack SupportsEagle3; qwen3_5.py and qwen3_next.py of 0.32.0
+#   have it; the forward of mimo.py returns no aux states; deepseek_v2.py adds a residual that block 0 lacks, and in
+#   0.22.0 captures nothing after the last block.
 # - EAGLE captures in its own Llama and Qwen 3 alone, sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py.
 #   Models that tpu-inference leaves to vLLM's classes were not tried.
 BY_TARGET = {
@@ -84,11 +86,11 @@ BY_TARGET = {
     "Llama4ForCausalLM": ("0.4.9", "0.21.0", FAILS, FAILS, UNKNOWN),
     "GptOssForCausalLM": ("0.5.2", "0.21.0", FAILS, FAILS, UNKNOWN),
     "DeepseekV3ForCausalLM": ("0.5.11", "0.21.0", FAILS, FAILS, UNKNOWN),
-    "Lfm2ForCausalLM": (UNKNOWN, FAILS, FAILS, FAILS, UNKNOWN),
-    "Lfm2MoeForCausalLM": (UNKNOWN, FAILS, FAILS, FAILS, UNKNOWN),
-    "Qwen3_5ForCausalLM": (UNKNOWN, "0.32.0", FAILS, FAILS, UNKNOWN),
-    "Qwen3_5MoeForCausalLM": (UNKNOWN, "0.32.0", FAILS, FAILS, UNKNOWN),
-    "Qwen3NextForCausalLM": (UNKNOWN, "0.32.0", FAILS, FAILS, UNKNOWN),
+    "Lfm2ForCausalLM": (FAILS, FAILS, FAILS, FAILS, UNKNOWN),
+    "Lfm2MoeForCausalLM": (FAILS, FAILS, FAILS, FAILS, UNKNOWN),
+    "Qwen3_5ForCausalLM": ("0.5.23", "0.32.0", FAILS, FAILS, UNKNOWN),
+    "Qwen3_5MoeForCausalLM": ("0.5.23", "0.32.0", FAILS, FAILS, UNKNOWN),
+    "Qwen3NextForCausalLM": ("0.5.23", "0.32.0", FAILS, FAILS, UNKNOWN),
     "MiMoForCausalLM": (FAILS, FAILS, FAILS, FAILS, FAILS),
 }
 

@@ -63,12 +63,12 @@ class DraftHeadConfig:
         """Makes the shape that `draft` describes, with the target's values where it has none. Raises ValueError."""
         if not target.aux_layers:
             raise ValueError(without_aux_layers(target))
-        sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        sizes = ("num_attention_heads", "num_key_value_heads", "head_dim") if target.latent_cache else ()
+        sizes = (*sizes, *(() if target.intermediate_size else ("intermediate_size",)))
         missing = [f"draft.{name}" for name in sizes if getattr(draft, name) is None]
-        if missing and target.latent_cache:
+        if missing:
             raise ValueError(
-                f"{', '.join(missing)}: got none, expected sizes for the head: {target.architecture} has latent "
-                "attention, without such heads"
+                f"{', '.join(missing)}: got none, expected sizes for the head: {target.architecture} has none"
             )
         heads = draft.num_attention_heads or target.num_attention_heads
         kv_heads = draft.num_key_value_heads or target.num_key_value_heads

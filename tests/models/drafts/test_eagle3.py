@@ -1,5 +1,7 @@
 """Shapes of draft heads: what a config leaves open is the target's, where that makes a head."""
 
+import dataclasses
+
 import pytest
 import tiny
 import tiny_families
@@ -33,5 +35,8 @@ def test_a_latent_cache_gives_a_head_no_sizes() -> None:
     ):
         DraftHeadConfig.for_target(DraftConfig(vocab_size=40, num_attention_heads=4, num_key_value_heads=2), deepseek())
     draft = DraftConfig(vocab_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    without = dataclasses.replace(deepseek(), intermediate_size=0)  # as where all layers have experts
+    with pytest.raises(ValueError, match=r"^draft.intermediate_size: got none, expected sizes for the head"):
+        DraftHeadConfig.for_target(draft, without)
     head = DraftHeadConfig.for_target(draft, deepseek())
     assert (head.num_attention_heads, head.num_key_value_heads, head.head_dim) == (4, 2, 8)
