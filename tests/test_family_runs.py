@@ -5,11 +5,13 @@ import pathlib
 
 import pytest
 import tiny_families
+import tiny_heads
 
 from eagle3_jax import evaluate
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.extract import __main__ as extract
+from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.families import FAMILIES, Family
 from eagle3_jax.runs import manifest
 from eagle3_jax.train import __main__ as train
@@ -70,6 +72,10 @@ def test_a_head_is_trained_exported_and_measured(family: Family, tmp_path: pathl
     assert losses[-1] < 0.8 * losses[0]
     assert results["held_out"]["rounds"] > 0
     export.run(config, target)
+    written = load_draft(config.folder("export"), target=target)
+    for form in {"vllm", "speculators", "eagle3_jax"} - {config.export.format}:
+        export.convert(config.folder("export"), form, tmp_path / form)
+        tiny_heads.assert_same(load_draft(tmp_path / form, target=target), written)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": asked, "category": "chat"}) + "\n" for asked, _ in TEXTS))
     report = evaluate.run(config, prompts, tmp_path / "report.json", target)
