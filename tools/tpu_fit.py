@@ -210,7 +210,8 @@ def decoding(
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
 
     def empty(models: Models, tier: Tier) -> tuple[Sizes, Any]:
-        sizes = Sizes.plan(batch, length, PAGE_SIZE, [tier], learned=learned)
+        kept = batch if shape.recurrent else None
+        sizes = Sizes.plan(batch, length, PAGE_SIZE, [tier], learned=learned, kept_states=kept)
         make = functools.partial(empty_state, sizes=sizes, tiers=[tier], kv_dtype=None)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return sizes, placed(jax.eval_shape(make, models), mesh, STATE_SHARDING_RULES)

@@ -25,8 +25,8 @@ from eagle3_jax.decoding.rounds.tree import TokenTree
 from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.layouts import bytes_of
-from eagle3_jax.mesh import mesh_set, parameter_path
-from eagle3_jax.models.inference_layout import Matrix, Product, products
+from eagle3_jax.mesh import parameter_path
+from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import processes, timing
 
@@ -111,7 +111,7 @@ def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, fl
 
 
 def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: Any = None) -> int:
-    """Counts the bytes that a round must read: weights, once per pass, and keys and values in use, of `kv_dtype`.
+    """Counts the bytes that a round must read: weights, once per pass, keys and values in use, and recurrent states.
 
     Embeddings count as a few rows, unless they are the LM head too. Experts count as many as the tokens of a pass may
     choose, as if no two chose the same. The draft runs once per level of the tree, the last time over the committed
@@ -135,11 +135,16 @@ def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: An
 
 def _of_model(model: TargetModel, batch: int, nodes: int, length: int, kv_dtype: Any) -> int:
     """Counts the bytes of one pass over `nodes` nodes of each sequence."""
-    config = model.config
     embedding = sum(map(bytes_of, jax.tree.leaves(model.embed))) if hasattr(model, "lm_head") else 0
-    caches = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * batch * length
-    stored = jnp.dtype(kv_dtype or model.embed.dtype)
-    return _weights(model, config, batch * nodes) - embedding + caches * stored.itemsize
+    token, states = (sum(map(bytes_of, part)) for part in jax.eval_shape(lambda model: _caches(model, kv_dtype), model))
+    return _weights(model, model.config, batch * nodes) - embedding + batch * (length * token + states)
+
+
+def _caches(model: TargetModel, kv_dtype: Any) -> tuple[list[Any], list[Any]]:
+    """Allocates the keys and values of a token, and the recurrent states of a sequence."""
+    layers = model.empty_pages(1, 1, kv_dtype, tail=0).layers
+    keys, states = ([own for own in layers if isinstance(own, KVCache) is kept] for kept in (True, False))
+    return jax.tree.leaves(keys), jax.tree.leaves(states)
 
 
 def _weights(module: nnx.Module, config: Any, tokens: int) -> int:

@@ -98,6 +98,14 @@ def test_of_experts_as_many_are_read_as_the_tokens_of_a_pass_may_choose(name, ex
         assert profile.bytes_read(Models.of(model, None), tier, batch, 0) == whole - unread
 
 
+def test_a_sequence_s_states_are_read_whatever_its_length():
+    """Of Qwen3.5-9B three layers of Gated DeltaNet, and one of attention."""
+    models = Models.of(first_layers("qwen35_9b"), None)
+    states, token = 3 * (32 * 128 * 128 * 4 + 3 * 8192 * 2), 2 * 4 * 256 * 2
+    sizes = [profile.bytes_read(models, tiers.VANILLA, batch, length) for batch, length in ((1, 0), (3, 0), (3, 100))]
+    assert [b - a for a, b in itertools.pairwise(sizes)] == [2 * states, 300 * token]
+
+
 def test_a_draft_s_experts_are_those_of_its_own_tokens():
     """DeepSeek-V3's own layer, and four layers as a draft model: 2 nodes of a level, then the 3 tokens committed."""
     target, ids = first_layers("deepseek_v3"), jnp.arange(1)
