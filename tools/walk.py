@@ -1,0 +1,188 @@
+"""Walks through README.md as a newcomer does: an empty clone, an empty cache, its lines in their order.
+
+    .venv/bin/python tools/walk.py             # half an hour on two cores; needs a package index
+    .venv/bin/python tools/walk.py --keep DIR  # walks in this new folder, and leaves it
+
+Each line must succeed, print something every 20 seconds (pip is its own affair), and show no traceback. A server's line
+starts it; the next line asks it, and so do docs/serve.md's client and a look at its page. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import pathlib
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).parents[1]
+SILENCE = 20.0  # seconds
+NEVER = ("Traceback (most recent call last)",)
+_SAID = {"chat": "What is a program?\nAnd a function?\n"}  # to what reads lines
+_LATER = r"tools/quickstart\.sh"  # takes 20 minutes; test_readme.py runs a short one
+_STARTED = 900.0  # seconds
+
+
+class Stumble(Exception):
+    """A line that failed, was silent, or showed what a newcomer must not see."""
+
+
+@dataclasses.dataclass
+class Step:
+    """A line that runs. Raises Stumble.
+
+    Attributes:
+        silence: most seconds without output; None is no limit.
+    """
+
+    line: str
+    process: subprocess.Popen[str]
+    silence: float | None
+
+    def __post_init__(self) -> None:
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        self.said = ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as stdout:
+            while piece := stdout.read(1):  # a bar or a stream has no end of line
+                self.lines.put(piece)
+        self.lines.put(None)
+
+    def finish(self, status: int = 0) -> str:
+        """Waits for the end, and returns what was said."""
+        while True:
+            try:
+                piece = self.lines.get(timeout=self.silence)
+            except queue.Empty:
+                self.process.kill()
+                self.process.wait()
+                raise Stumble(f"{self.line}: silent for {self.silence:.0f} s after\n{self.said[-500:]}") from None
+            if piece is None:
+                break
+            self.said += piece
+        ended = self.process.wait()
+        if found := [word for word in NEVER if word in self.said]:
+            raise Stumble(f"{self.line}: shows {found[0]!r}\n{self.said[-3000:]}")
+        if ended != status:
+            raise Stumble(f"{self.line}: status {ended}, expected {status}\n{self.said[-3000:]}")
+        return self.said
+
+
+def start(words: Sequence[str], folder: pathlib.Path, *, said: str = "", silence: float | None = SILENCE) -> Step:
+    """Starts a command as a newcomer's shell does, without a terminal."""
+    cache = {"EAGLE3_JAX_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"}
+    ours = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL", "VENV")
+    process = subprocess.Popen(
+        words,
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name not in ours} | cache,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # a command that reads nothing may have ended
+        process.stdin.write(said)
+        process.stdin.close()
+    return Step(words[-1], process, silence)
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Returns README's code in its order: ("shell", a line) or ("python", a block)."""
+    found: list[tuple[str, str]] = []
+    for python, shell in re.findall(
+        r"^```python\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL
+    ):
+        if python:
+            found.append(("python", python))
+        elif " -> " not in shell and not re.match(r" *\w+/\n", shell):  # a diagram, the code map
+            lines = shell.replace("\\\n", " ").splitlines()
+            found += [("shell", line.strip()) for line in lines if not re.search(_LATER, line)]
+    return found
+
+
+def serve(line: str, curl: str, folder: pathlib.Path) -> None:
+    """Starts the server, asks it in three ways, and ends it by Ctrl-C."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    url, there = f"http://127.0.0.1:{port}", "http://127.0.0.1:8000"
+    server = start(["bash", "-c", f"exec {line} --port {port}"], folder)
+    try:
+        end = time.monotonic() + _STARTED
+        while not _healthy(url):
+            if time.monotonic() > end or server.process.poll() is not None:
+                raise Stumble(f"{line}: does not answer\n{server.finish()}")
+            time.sleep(1)
+        answer = start(["bash", "-c", curl.replace(there, url)], folder).finish()
+        if '"finish_reason"' not in answer or len(answer) > 2000:
+            raise Stumble(f"{curl}: not an answer on a screen\n{answer}")
+        start([".venv/bin/python", "-m", "pip", "install", "--quiet", "openai"], folder, silence=None).finish()
+        (client,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/serve.md").read_text(), re.MULTILINE | re.DOTALL)
+        start([".venv/bin/python", "-c", client.replace(there, url)], folder).finish()
+        with urllib.request.urlopen(f"{url}/", timeout=10) as page:
+            if b"Answer without drafts, then with" not in page.read():
+                raise Stumble(f"{url}: not the page")
+    finally:
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGINT)
+    server.silence = None  # it answers what was begun
+    server.finish()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def walk(folder: pathlib.Path) -> None:
+    """Walks in a new folder. Raises Stumble."""
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+    begin, steps = time.monotonic(), blocks((folder / "README.md").read_text())
+    while steps:
+        kind, code = steps.pop(0)
+        print(f"{time.monotonic() - begin:6.0f} s  {code.splitlines()[0]}", flush=True)
+        if kind == "python":
+            start([".venv/bin/python", "-c", code], folder).finish()
+        elif "eagle3_jax.serve " in code:
+            serve(code, steps.pop(0)[1], folder)
+        else:
+            said = next((text for word, text in _SAID.items() if code.endswith(f" {word}")), "")
+            alone = "pip install" in code or "-m venv" in code
+            start(["bash", "-c", code], folder, said=said, silence=None if alone else SILENCE).finish()
+    print(f"{time.monotonic() - begin:6.0f} s  done", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--keep", metavar="DIR", type=pathlib.Path, help="walk in this new folder, and leave it")
+    kept = parser.parse_args().keep
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            walk(kept or pathlib.Path(scratch) / "clone")
+    except Stumble as stumble:
+        sys.exit(str(stumble))
+
+
+if __name__ == "__main__":
+    main()
