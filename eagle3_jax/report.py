@@ -136,7 +136,9 @@ def table(report: dict[str, Any]) -> str:
         lines += command.aligned([("stage", "minutes"), *((name, f"{s / 60:.1f}") for name, s in timed.items())])
         lines += [f"total {sum(timed.values()) / 60:.1f} minutes", ""]
     for name, draft in report["drafts"].items():
-        rows = [(f"{name} ({_size(draft['tree'])})", "vanilla tok/s", f"{name} tok/s", "speed-up", "tau", "identical")]
+        rows: list[tuple[str, ...]] = [
+            (f"{name} ({_size(draft['tree'])})", "vanilla tok/s", f"{name} tok/s", "speed-up", "tau", "identical")
+        ]
         several = draft["categories"].items() if len(draft["categories"]) > 1 else ()
         for category, part in [*several, ("all", draft)]:
             rates = [_number(part["tokens_per_second"][way], 1) for way in ("vanilla", "speculative")]

@@ -90,7 +90,7 @@ def _shape_of(folder: disk.Path, target: ModelConfig) -> ModelConfig:
 
 
 def _unquantised(shape: ModelConfig) -> ModelConfig:
-    own = {"fp8": False} if isinstance(shape, DeepseekV3Config) else {}
+    own: dict[str, Any] = {"fp8": False} if isinstance(shape, DeepseekV3Config) else {}
     return dataclasses.replace(shape, scales=None, **own)
 
 

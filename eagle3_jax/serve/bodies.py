@@ -170,8 +170,8 @@ class Envelope:
         self, outputs: Sequence[Output], usage: dict[str, Any], prompts: Sequence[list[int]] | None = None
     ) -> dict[str, Any]:
         """Makes a response. With `prompts`, those of the outputs, it has their token ids and the outputs'."""
-        choices = [self.shape.whole(index, output) for index, output in enumerate(outputs)]
-        body = self._common | {"object": self.shape.object, "choices": choices, "usage": usage}
+        choices: list[dict[str, Any]] = [self.shape.whole(index, output) for index, output in enumerate(outputs)]
+        body: dict[str, Any] = self._common | {"object": self.shape.object, "choices": choices, "usage": usage}
         if prompts is not None:
             for choice, output, prompt in zip(choices, outputs, prompts, strict=True):
                 choice["token_ids"] = output.token_ids

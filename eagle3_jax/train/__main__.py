@@ -86,7 +86,7 @@ def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
     field = "train.mesh" if run.mesh else "mesh"
     if note := mesh_advice.advice(target.model if online else (), target.model.config, mesh, field):
         processes.say(f"train: {note}")
-    identity = {
+    identity: dict[str, Any] = {
         "verb": "train",
         "features": manifest.fingerprint(made_from),
         "target": target.identity,

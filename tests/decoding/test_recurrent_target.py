@@ -11,7 +11,8 @@ import pytest
 import tiny
 import tiny_families
 from flax import nnx
-from test_family_rounds import LENGTH, VOCABULARY, Tokenizer, plain
+from test_family_rounds import LENGTH, VOCABULARY, plain
+from toy import NO_TEXT
 
 from eagle3_jax.config import AdaptConfig, DraftConfig, DraftTree, MeshConfig
 from eagle3_jax.decoding import data_parallel
@@ -52,7 +53,7 @@ def model() -> TargetModel:
 
 @pytest.fixture(scope="module")
 def engine(model: TargetModel) -> Engine:
-    return Engine(model, Tokenizer(), head(model), TREE, **SIZES)
+    return Engine(model, NO_TEXT, head(model), TREE, **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_the_slot_of_an_aborted_request_is_the_next_one_s(engine, expected):
 @pytest.mark.slow
 def test_a_head_learns_while_it_drafts(model, expected):
     adapt = AdaptConfig(share=0.95, ring_tokens=256, row_length=64, batch_size=2, ttt_steps=2, judge_every=4)
-    engine = Engine(model, Tokenizer(), head(model), TREE, adapt=adapt, **SIZES)
+    engine = Engine(model, NO_TEXT, head(model), TREE, adapt=adapt, **SIZES)
     for _ in range(6):
         assert tokens(engine) == expected
     stats = engine.stats().adapt
@@ -106,10 +107,8 @@ def test_replicas_of_split_states_answer_as_one_engine(model, expected):
     """Two rows of a mesh, and of each two devices that share the value heads."""
     replica = own_replica(make_mesh(MeshConfig(data=2, model=2)))
     spread = jax.device_put(model, shardings(model, replica.mesh, SHARDING_RULES))
-    target = Target(spread, Tokenizer(), tiny.identity((1, 2, 3)), pathlib.Path())
-    engines = [
-        Engine(row.model, Tokenizer(), head(model), TREE, **SIZES) for row in data_parallel.targets(target, replica)
-    ]
+    target = Target(spread, NO_TEXT, tiny.identity((1, 2, 3)), pathlib.Path())
+    engines = [Engine(row.model, NO_TEXT, head(model), TREE, **SIZES) for row in data_parallel.targets(target, replica)]
     found: dict[int, Any] = {}
     data_parallel.generate(engines, PROMPTS, [PARAMS] * len(PROMPTS), found.__setitem__)
     assert [found[index].token_ids for index in range(len(PROMPTS))] == expected
@@ -124,5 +123,5 @@ def test_replicas_of_split_states_answer_as_one_engine(model, expected):
 @pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.long)])
 def test_drafts_change_no_token_of_few_bits(model, expected, weights):
     few = quantised_model(model, weights, vocabulary=True)
-    without = tokens(Engine(few, Tokenizer(), None, **SIZES))
-    assert tokens(Engine(few, Tokenizer(), head(model), TREE, **SIZES)) == without != expected
+    without = tokens(Engine(few, NO_TEXT, None, **SIZES))
+    assert tokens(Engine(few, NO_TEXT, head(model), TREE, **SIZES)) == without != expected

@@ -82,7 +82,7 @@ def test_both_engines_accept_as_many_drafts(answers, vllm, name, monkeypatch):
     ours, theirs = columns["numbers"], columns["vllm"]
     rates = [np.divide(found.counts.accepted, found.counts.rounds) for found in (ours, theirs)]
     assert min(found.counts.rounds for found in (ours, theirs)) > 2000
-    np.testing.assert_allclose(*rates, atol=0.02)
+    np.testing.assert_allclose(rates[0], rates[1], atol=0.02)
     asked = check._request(config, prompts, target, config.folder("export"))["prompts"]
     for one, other in ((ours.plain, ours.answers), (theirs.plain, theirs.answers), (ours.plain, theirs.plain)):
         for prompt, a, b in zip(asked, one, other, strict=True):

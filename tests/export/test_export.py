@@ -193,7 +193,7 @@ def test_an_mtp_layer_is_exported_as_its_target_s_own(config: RunConfig) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "form"), [("eagle3", "sglang"), ("dspark", "vllm"), ("dflash", "speculators")])
 def test_a_head_has_rope_of_its_own_and_none_of_a_target_s_that_rotates_a_part(
-    config: RunConfig, capsys: Any, kind: str, form: str
+    config: RunConfig, capsys: Any, kind: str, form: Any
 ) -> None:
     family = next(x for x in FAMILIES if x.config.architecture == "Qwen3_5ForCausalLM")
     target = Target(tiny_families.make(family), None, IDENTITY, pathlib.Path())

@@ -50,7 +50,7 @@ def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> n
 
 def plain(model: TargetModel, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """One text, all layers by hand, from the projections alone."""
-    x, before = np.asarray(model.embed[...])[tokens], ()
+    x, before = np.asarray(model.embed[...])[tokens], (np.zeros(0), np.zeros(0))
     for block in model.blocks:
         given = x if block.borrows else np.asarray(rms_norm(jnp.asarray(x), block.input_norm[...], block.eps))
         q, k, v = (np.asarray(y[0]) for y in block.attention.heads(block.attention.fused(jnp.asarray(given)[None])))

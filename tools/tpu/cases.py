@@ -284,9 +284,15 @@ class Delta(Case):
         b, t, k, n, d = self.batch, self.tokens, self.key_heads, self.value_heads, self.head_dim
         shapes = [*[(b, t, k, d)] * 2, (b, t, n, d), *[(b, t, n)] * 2, (b, n, d, d)]
         sees = (b, t) if self.prompt else (b, t, t)
-        read = gated_delta.chain if self.prompt else gated_delta.tree
         arguments = [*((shape, "float32") for shape in shapes), (sees, "bool")]
-        return Call(lambda *x: read(Tokens(*x[:5]), *x[5:], **how), arguments)
+
+        def read(*x: Any) -> Any:
+            tokens, states, sees = Tokens(*x[:5]), x[5], x[6]
+            if self.prompt:
+                return gated_delta.chain(tokens, states, None, sees, jnp.ones(b, bool), **how)
+            return gated_delta.tree(tokens, states, None, sees, **how)
+
+        return Call(read, arguments)
 
 
 def _pages(case: Attention | Commit, slots: int) -> tuple[int, ...]:

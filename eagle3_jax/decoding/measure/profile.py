@@ -25,8 +25,9 @@ from eagle3_jax.decoding.rounds.tree import TokenTree
 from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.layouts import bytes_of
-from eagle3_jax.mesh import parameter_path
+from eagle3_jax.mesh import mesh_set, parameter_path
 from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.inference_layout import Matrix, Product, products
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import processes, timing
 

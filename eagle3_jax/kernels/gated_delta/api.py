@@ -6,7 +6,7 @@ Value head h reads key head h // (value heads / key heads). All is float32.
 A tree keeps no state per node: its nodes' keys, updates u and decays g are enough to `fold` the accepted path. On a CPU
 all three do the same operations in the same order, so that a node's output, and the state behind a path, are to the bit
 those of the same tokens in a row. Elsewhere a tree, and each chunk of a prompt, is one unit-triangular system under the
-ancestor mask, which sums in another order.
+ancestor mask, which sums in another order. On a TPU a kernel solves it, where heads have 128 numbers.
 
 States are [slots, value heads, d_k, d_v], and a row names its slot; out of range it reads any, and writes none. Slots
 of None are the rows' own, which a mesh's data axis may split with them.
@@ -14,6 +14,8 @@ of None are the rows' own, which a mesh's data axis may split with them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.kernels.dispatch import Implementation, choose, device, over_mesh
 from eagle3_jax.kernels.gated_delta import cpu, solve, walk
 from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.tpu.registers import LANES
 
 # How a mesh splits tokens, states, and what a row has.
 _TOKENS, _STATES, _ROWS = P("data", None, "model"), P("data", "model"), P("data")
@@ -38,6 +41,7 @@ def chain(
     *,
     follows: Bool[Array, " b"] | None = None,
     implementation: Implementation | None = None,
+    interpret: Any = False,
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "s n d_k d_v"]]:
     """Reads tokens in order.
 
@@ -45,23 +49,26 @@ def chain(
         begins: whether a document begins with a token: no state before it counts.
         kept: whether the state behind a row's last token is written to its slot.
         follows: whether a row goes on where the row before it ends; None: no row does.
-        implementation: the default is "cpu" on a CPU where its kernel knows the sizes, "xla" elsewhere.
+        implementation: the default is "cpu" on a CPU where its kernel knows the sizes, "pallas" on a TPU for heads of
+            128 numbers, "xla" elsewhere.
+        interpret: runs the Pallas kernel without a TPU; `pltpu.InterpretParams` included.
 
     Returns:
         Outputs, and all states.
     """
-    if _chosen(implementation, states) == "cpu":
+    chosen = _chosen(implementation, states, pallas=True)
+    if chosen == "cpu":
         operands = tokens, states, slots, begins, kept, jnp.zeros_like(kept) if follows is None else follows
         specs = _TOKENS, _STATES, _ROWS, _ROWS, _ROWS, _ROWS
         return over_mesh(cpu.chain, operands, specs, (_TOKENS, _STATES), _sizes(tokens.keys, slots))
-    form, own = _form(), _of(states, slots)
+    read, own = _reader("chain", chosen, interpret), _of(states, slots)
     if follows is None:
-        outputs, own = form.chain(tokens, own, begins)
+        outputs, own = read(tokens, own, begins)
     else:
 
         def row(before: Array, of: Any) -> tuple[Array, tuple[Array, Array]]:
             tokens, state, begin, goes_on = jax.tree.map(lambda x: x[None], of)
-            outputs, state = form.chain(tokens, jnp.where(goes_on[:, None, None, None], before, state), begin)
+            outputs, state = read(tokens, jnp.where(goes_on[:, None, None, None], before, state), begin)
             return state, (outputs[0], state[0])
 
         _, (outputs, own) = jax.lax.scan(row, jnp.zeros_like(own[:1]), (tokens, own, begins, follows))
@@ -75,11 +82,13 @@ def tree(
     mask: Bool[Array, "b t t"] | None,
     *,
     implementation: Implementation | None = None,
+    interpret: Any = False,
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b t n d_v"]]:
     """Reads the nodes of a tree, each behind its ancestors.
 
     Args:
         mask: which nodes each one sees: its ancestors, which stand before it, and itself. None: they are a chain.
+        implementation, interpret: see `chain`; the Pallas kernel reads trees of up to 64 nodes.
 
     Returns:
         Outputs, and the updates u.
@@ -87,11 +96,12 @@ def tree(
     b, t, _ = tokens.betas.shape
     if mask is None:
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t))
-    if _chosen(implementation, states) == "cpu":
+    chosen = _chosen(implementation, states, pallas=t <= solve.CHUNK)
+    if chosen == "cpu":
         operands = tokens, states, slots, walk.parents(mask)
         specs = _TOKENS, _STATES, _ROWS, _ROWS
         return over_mesh(cpu.tree, operands, specs, (_TOKENS, _TOKENS), _sizes(tokens.keys, slots))
-    return _form().tree(tokens, _of(states, slots), mask)
+    return _reader("tree", chosen, interpret)(tokens, _of(states, slots), mask)
 
 
 def fold(
@@ -113,8 +123,17 @@ def fold(
     return _written(states, slots, own, counts > 0)
 
 
-def _chosen(implementation: Implementation | None, states: Array) -> Implementation:
-    return choose(implementation, cpu=cpu.supports(states.shape[3]))
+def _chosen(implementation: Implementation | None, states: Array, *, pallas: bool = False) -> Implementation:
+    pallas = pallas and states.shape[2:] == (LANES, LANES)
+    return choose(implementation, cpu=cpu.supports(states.shape[3]), pallas=pallas)
+
+
+def _reader(name: str, chosen: Implementation, interpret: Any) -> Callable[..., Any]:
+    if chosen == "xla":
+        return getattr(_form(), name)
+    from eagle3_jax.kernels.gated_delta import tpu
+
+    return functools.partial(getattr(tpu, name), interpret=interpret)
 
 
 def _form() -> Any:

@@ -26,17 +26,18 @@ def _alone(config: Qwen35Config) -> Qwen35Config:
     return dataclasses.replace(config, num_hidden_layers=1, layer_types=(FULL,))
 
 
+def _layer(target: Qwen35Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> qwen3_5.Block:
+    """Makes the layer, which is one of full attention."""
+    return qwen3_5.Block(_alone(target), 0, dtype=dtype, rngs=rngs)
+
+
 class Qwen35Mtp(MtpHead):
+    block_type = staticmethod(_layer)
     counted_by = (*MtpHead.counted_by, "mtp_num_hidden_layers")
 
     def __init__(self, target: Qwen35Config, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         super().__init__(target, dtype=dtype, rngs=rngs)
         self.token_norm, self.hidden_norm, self.norm = (zeros(target.hidden_size, dtype) for _ in range(3))
-
-    @staticmethod
-    def block_type(target: Qwen35Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> qwen3_5.Block:
-        """Makes the layer, which is one of full attention."""
-        return qwen3_5.Block(_alone(target), 0, dtype=dtype, rngs=rngs)
 
     def normed(self, x: Float[Array, "b t h"], weight: nnx.Param) -> Float[Array, "b t h"]:
         """See `MtpHead`; `weight` is an offset from 1."""

@@ -1,5 +1,6 @@
 """Stages of a round as programs of their own: together they are the round, and the bytes that it reads are counted."""
 
+import itertools
 import json
 import pathlib
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from races import MODES, no_races
 
-from eagle3_jax.kernels.gated_delta import api, solve, walk
+from eagle3_jax.kernels.gated_delta import api, solve, tpu, walk
 from eagle3_jax.kernels.gated_delta.tokens import Tokens
 
 # Heads of keys and of values, d_k, d_v.
@@ -56,14 +59,17 @@ def random_mask(draws: list[int]) -> np.ndarray:
     return mask
 
 
-FORMS = ["cpu", "walk", "solve"]
+# What XLA's implementation is on CPUs, what it is elsewhere, and the kernel for TPUs in the interpreter.
+INTERPRETED = {name: functools.partial(getattr(tpu, name), interpret=True) for name in ("chain", "tree")}
+BEHIND_XLA: Any = {"walk": walk, "solve": solve, "kernel": types.SimpleNamespace(**INTERPRETED, fold=solve.fold)}
+FORMS = ["cpu", *BEHIND_XLA]
 
 
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
-    """The implementation to ask for; what stands behind XLA's is that of CPUs, or that of other devices."""
+    """The implementation to ask for."""
     if request.param != "cpu":
-        monkeypatch.setattr(api, "_form", lambda: {"walk": walk, "solve": solve}[request.param])
+        monkeypatch.setattr(api, "_form", lambda: BEHIND_XLA[request.param])
     return "cpu" if request.param == "cpu" else "xla"
 
 
@@ -126,6 +132,39 @@ def test_a_row_goes_on_where_the_one_before_it_ends(form):
     np.testing.assert_allclose(np.concatenate(outputs[:2]), expected, atol=1e-4)
     np.testing.assert_allclose(after[1], state, atol=1e-4)
     np.testing.assert_allclose(after[2], recurrence(*(x[2] for x in tokens), states[2])[1], atol=1e-4)
+
+
+def test_the_kernel_reads_trees_of_several_blocks_on_a_mesh():
+    """Rows are split over the data axis, heads over the model axis, as the caches are."""
+    *tokens, states = operands((2, 4, 128, 128), 2, 40)
+    mask = np.stack([random_mask(list(np.random.default_rng(row).integers(0, 500, 40))) for row in range(2)])
+    read = functools.partial(api.tree, implementation="pallas", interpret=True)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
+        outputs, updates = jax.jit(read)(placed(tokens), states, None, mask)
+    for got, expected in zip((outputs, updates), jax.jit(solve.tree)(placed(tokens), states, mask), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+    for node in range(40):
+        path = np.flatnonzero(mask[1, node])
+        expected, _ = recurrence(*(x[1, path] for x in tokens), states[1])
+        np.testing.assert_allclose(outputs[1, node], expected[-1], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kernel_carries_states_without_races(mode):
+    *tokens, states = operands((5, 10, 8, 8), 1, 100)
+    begins = np.arange(100)[None] == 70
+    with no_races(mode) as races:
+        got = tpu.chain(placed(tokens), jnp.asarray(states), jnp.asarray(begins), interpret=races)
+        for x, expected in zip(got, jax.jit(solve.chain)(placed(tokens), states, begins), strict=True):
+            np.testing.assert_allclose(x, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(("d", "t"), [(64, 8), (128, 65)])
+def test_the_kernel_takes_heads_of_128_numbers_and_trees_of_64_nodes(d, t):
+    *tokens, states = operands((1, 1, d, 128), 1, t)
+    with pytest.raises(ValueError, match="implementation: got 'pallas', expected 'xla' or 'cpu' for these arguments"):
+        api.tree(placed(tokens), jnp.asarray(states), None, None, implementation="pallas")
 
 
 @pytest.mark.parametrize("b", [1, 3])

@@ -40,14 +40,15 @@ def test_compiles(chip, model, read, tokens):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
     mesh = Mesh(np.array(devices[:1]), ("model",))
 
-    def argument(*shape: int, dtype: Any = jnp.float32):
+    def argument(*shape: int, dtype: Any = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    heads = [argument(batch, tokens, count, d) for count in (key_heads, key_heads, value_heads)]
+    queries, keys, values = (argument(batch, tokens, count, d) for count in (key_heads, key_heads, value_heads))
     gates, states = argument(batch, tokens, value_heads), argument(batch, value_heads, d, d)
-    sees = argument(batch, tokens, *([tokens] if read is api.tree else []), dtype=jnp.bool_)
+    shapes = [(batch, tokens, tokens)] if read is api.tree else [(batch, tokens), (batch,)]
+    rest = [argument(*shape, dtype=jnp.bool_) for shape in shapes]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(read).lower(Tokens(*heads, gates, gates), states, sees)
+        lowered = jax.jit(read).lower(Tokens(queries, keys, values, gates, gates), states, None, *rest)
     assert lowered.as_text().count("tpu_custom_call") == 1
     memory: Any = lowered.compile().memory_analysis()
     rows = 4 * batch * (-(-tokens // 64) * 64) * d * (2 * key_heads + 3 * value_heads)  # the operands in its layout

@@ -255,7 +255,7 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
 def test_experts_that_a_checkpoint_keeps_in_one_tensor(tmp_path):
     """Qwen 3.5's on the hub: gate and up of all experts behind one another."""
     write_reference(tmp_path, "Qwen3_5MoeForCausalLM", 0)
-    config = fetch.read_config(tmp_path, (0, 1))
+    config: Any = fetch.read_config(tmp_path, (0, 1))
     expected = load_model(tmp_path, config, jnp.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     for layer in range(config.num_hidden_layers):
