@@ -80,9 +80,9 @@ def test_both_engines_accept_as_many_drafts(answers, vllm, name, monkeypatch):
     monkeypatch.setattr(check, "_problems", lambda found: columns.update(found) or [])
     print(check.table(check.run(config, prompts, "vllm", vllm, target)))
     ours, theirs = columns["numbers"], columns["vllm"]
-    rates = [np.divide(found.counts.accepted, found.counts.rounds) for found in (ours, theirs)]
+    here, there = (np.divide(found.counts.accepted, found.counts.rounds) for found in (ours, theirs))
     assert min(found.counts.rounds for found in (ours, theirs)) > 2000
-    np.testing.assert_allclose(rates[0], rates[1], atol=0.02)
+    np.testing.assert_allclose(here, there, atol=0.02)
     asked = check._request(config, prompts, target, config.folder("export"))["prompts"]
     for one, other in ((ours.plain, ours.answers), (theirs.plain, theirs.answers), (ours.plain, theirs.plain)):
         for prompt, a, b in zip(asked, one, other, strict=True):
