@@ -209,7 +209,7 @@ def run_sound(folder: pathlib.Path, tests: Sequence[str]) -> dict[str, float]:
     report = folder.parent / "sound.xml"
     named = ["-n", str(WORKERS), "--dist", "worksteal", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     status, output = run_tests(folder, tests, *named)
-    seconds: dict[str, float] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
         file, name, passed = case.get("file", ""), case.get("name", ""), not len(case)
         for test in {file, f"{file}::{name}", f"{file}::{name.partition('[')[0]}"} if passed else ():
