@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from eagle3_jax.training.kinds.kind import Kind
+from eagle3_jax.training.kinds.kind import TrainingKind
 from eagle3_jax.training.losses import states_loss
 from eagle3_jax.training.replay import replay_rounds
 
 
-class MedusaTraining(Kind):
+class MedusaTraining(TrainingKind):
     name = "medusa"
     aux_layers = ()
 

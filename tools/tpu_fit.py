@@ -69,7 +69,7 @@ from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.sequence import Split
 from eagle3_jax.train.__main__ import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
-from eagle3_jax.training.fsdp import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
+from eagle3_jax.training.fsdp import TRAINED_SHARDING_RULES
 from eagle3_jax.training.kinds.kind import kind_of
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import TrainState, init_state, make_train_step
@@ -345,7 +345,7 @@ def training_step(
     teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
     new_head = functools.partial(kind.new, config.seed)
     state = jax.eval_shape(lambda rows: init_state(new_head, rows, optimizer, mesh), teacher.rows)
-    return placed(state, mesh, TRAIN_SHARDING_RULES), teacher, make_train_step(kind, optimizer, mesh)
+    return placed(state, mesh, TRAINED_SHARDING_RULES), teacher, make_train_step(kind, optimizer, mesh)
 
 
 def rows_of_batch(config: RunConfig, mesh: Mesh, *width: int) -> jax.ShapeDtypeStruct:

@@ -30,7 +30,7 @@ import yaml
 from tqdm import tqdm
 
 from eagle3_jax.benchmark import traffic
-from eagle3_jax.benchmark.traffic import Prompt, Server, Timing
+from eagle3_jax.benchmark.traffic import Endpoint, Prompt, Timing
 from eagle3_jax.config import RunConfig, TrafficConfig, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.runs import command, disk, machine
@@ -79,7 +79,7 @@ def run(
             server = _started(started, folder / f"serve_{name}.yaml")
             measured[name] = _Measured(folder / f"serve_{name}.json", identity | about, server)
         for name, url in others.items():
-            server = contextlib.nullcontext(Server(url.rstrip("/"), "", keys.get(name)))
+            server = contextlib.nullcontext(Endpoint(url.rstrip("/"), "", keys.get(name)))
             measured[name] = other = _Measured(folder / f"serve_{name}.json", identity | {"url": url}, server)
             if len(other.levels) < len(_loads(config.traffic)):  # a missing server is found before hours of measuring
                 other.server = contextlib.nullcontext(found_at(url.rstrip("/"), keys.get(name)))
@@ -103,7 +103,7 @@ class _Measured:
 
     path: disk.Path
     identity: dict[str, Any]
-    server: AbstractContextManager[Server]
+    server: AbstractContextManager[Endpoint]
     model: str = ""
     levels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
@@ -129,7 +129,7 @@ def _take_turns(group: dict[str, _Measured], prompts: Sequence[Prompt], config: 
     settings, seed, loads = config.traffic, config.seed, _loads(config.traffic)
     params = {"max_tokens": settings.max_tokens, "temperature": settings.temperature, "seed": seed}
     missing = [(name, one) for name, one in group.items() if len(one.levels) < len(loads)]
-    servers: dict[str, Server] = {}
+    servers: dict[str, Endpoint] = {}
     with contextlib.ExitStack() as stack:
         for name, one in missing:
             command.stop_point()
@@ -153,7 +153,7 @@ def _take_turns(group: dict[str, _Measured], prompts: Sequence[Prompt], config: 
 
 
 async def _drive(
-    server: Server, prompts: Sequence[Prompt], params: dict[str, Any], kind: str, load: float, seed: int
+    server: Endpoint, prompts: Sequence[Prompt], params: dict[str, Any], kind: str, load: float, seed: int
 ) -> list[Timing]:
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx2.AsyncClient(timeout=httpx2.Timeout(_START), limits=limits) as client:
@@ -187,7 +187,7 @@ def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
+def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Endpoint]:
     """Runs a server of this package while it is measured. Raises ValueError: it does not start."""
     with disk.atomic(path) as temporary:
         temporary.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -214,9 +214,9 @@ def _end(status: int) -> str:
     return signal.Signals(-status).name + " (often: no memory is left)" * (-status == signal.SIGKILL)
 
 
-def found_at(url: str, key: str | None = None) -> Server:
+def found_at(url: str, key: str | None = None) -> Endpoint:
     """Asks a server for its first model. Raises ValueError: it does not answer, or has none."""
-    server = Server(url, "", key)
+    server = Endpoint(url, "", key)
     try:
         listed = httpx2.get(f"{url}/models", headers=server.headers, timeout=30).raise_for_status().json()
         return dataclasses.replace(server, model=listed["data"][0]["id"])

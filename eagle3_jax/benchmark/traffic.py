@@ -51,7 +51,7 @@ class Timing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
+class Endpoint:
     """A server of OpenAI's API, at a URL with the version, as OpenAI's clients take it: http://127.0.0.1:8000/v1."""
 
     url: str

@@ -10,7 +10,7 @@ class KindRow:
     """Where a kind of draft is written down, as "module:name"."""
 
     record: str  # its `formats.kinds.DraftKind`
-    training: str | None = None  # its `training.kinds.kind.Kind`; None: it is not trained
+    training: str | None = None  # its `training.kinds.kind.TrainingKind`; None: it is not trained
     in_target: bool = False  # whether a target's own checkpoint may hold it: its name is then a draft, as a folder is
 
 

@@ -18,7 +18,7 @@ def widest(found: Iterable[Bounds]) -> Bounds | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class HeldOut:
     """Chooses the held-out prompts by hash, so that a prompt keeps its side when others are added.
 
     Prompts that begin alike stay together; where all do, they are split by what follows. If hashing puts a small set on
@@ -71,8 +71,8 @@ class StratifiedSplit:
     """
 
     def __init__(self, bounds: Mapping[str, Bounds], held_out: float) -> None:
-        self._whole = Split(widest(bounds.values()), held_out)
-        self._of = {category: Split(own, held_out) for category, own in bounds.items() if own[2] != own[3]}
+        self._whole = HeldOut(widest(bounds.values()), held_out)
+        self._of = {category: HeldOut(own, held_out) for category, own in bounds.items() if own[2] != own[3]}
 
     def holds_out(self, category: str, opening: str, content: str) -> bool:
         """Tells the side of the prompt with this category and these hashes."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.choice.policy import Acceptance
-from eagle3_jax.decoding.device.report import Progress, RoundTree
+from eagle3_jax.decoding.device.report import Advance, RoundTree
 from eagle3_jax.decoding.pages import PageAllocation
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.text import Channels, Detokenizer, StopScanner
@@ -289,7 +289,7 @@ class Request:
         """Token ids of the prompt and the answer so far."""
         return self.ids + self._token_ids
 
-    def take(self, progress: Progress, eos: frozenset[int]) -> Ending | None:
+    def take(self, progress: Advance, eos: frozenset[int]) -> Ending | None:
         """Adds a dispatch's tokens. Returns the ending, or None where the request goes on."""
         self._counts += AcceptanceCounts(progress.rounds, progress.accepted)
         self.acceptance.unread = progress.unread

@@ -147,7 +147,7 @@ class _Extraction:
         complete = disk.each(features.is_complete, paths)
         processes.barrier()
         place = functools.partial(put, sharding=batch_sharding(replica.mesh))
-        with disk.open_binary(source) as stream, pipeline.Progress(total, f"extract {split}") as progress:
+        with disk.open_binary(source) as stream, pipeline.ConversationBar(total, f"extract {split}") as progress:
 
             def missing() -> Iterator[pipeline.Shard]:
                 selected = self._select(stream)

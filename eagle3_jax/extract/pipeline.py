@@ -40,14 +40,14 @@ _POLL = 0.2  # seconds until a thread looks whether the run was stopped
 _WAIT = 0.002  # seconds until full queues are looked at again
 
 
-class Progress:
+class ConversationBar:
     """A bar of conversations on process 0, and the tokens a second that this process writes."""
 
     def __init__(self, total: int, name: str) -> None:
         self._bar = tqdm(total=total, desc=name, unit=" conversations", disable=processes.index() > 0)
         self._start, self._tokens, self._lock = time.monotonic(), 0, threading.Lock()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ConversationBar:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ def run(
     replica: Replica,
     padded: Sequence[int],
     place: Callable[[np.ndarray], Any],
-    progress: Progress,
+    progress: ConversationBar,
 ) -> None:
     """Computes and writes all shards of a replica.
 
@@ -179,7 +179,12 @@ class _Stopped(Exception):
 
 
 def _write(
-    shard: Shard, handed: queue.Queue[Any], target: Target, states: str, progress: Progress, stopped: threading.Event
+    shard: Shard,
+    handed: queue.Queue[Any],
+    target: Target,
+    states: str,
+    progress: ConversationBar,
+    stopped: threading.Event,
 ) -> None:
     """Writes a shard, whose batches are handed over with what was computed of them."""
     progress.begin(shard)

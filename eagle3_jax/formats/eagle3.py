@@ -19,8 +19,7 @@ from eagle3_jax.formats.tensors import LAYER, LM_HEAD, Tensors, canonical, draft
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.families.vision import TEXT_OF
 from eagle3_jax.models.layers import LinearScaling, YarnScaling
-from eagle3_jax.models.rope import KINDS as ROPE_KINDS
-from eagle3_jax.models.rope import THETA
+from eagle3_jax.models.rope import SCALINGS, THETA
 from eagle3_jax.models.target_config import ModelConfig, default_aux_layers
 
 # Each engine, and the newest version whose code was read.
@@ -129,7 +128,7 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
     if form == SPECULATORS.name and (c.fc_norm or c.norm_output):
         flags = f"fc_norm, norm_output: got {c.fc_norm}, {c.norm_output}, expected False"
         yield "either in the form `speculators`", flags
-    for name, scaling in ROPE_KINDS.items():
+    for name, scaling in SCALINGS.items():
         if isinstance(c.rope_scaling, scaling):
             yield f"RoPE `{name}`", f"rope_scaling: got {name!r}, expected none"
     if isinstance(c.rope_scaling, LinearScaling) and c.rope_theta != THETA:

@@ -17,7 +17,7 @@ from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.api import linear, pack, xla_is_faster
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
-from eagle3_jax.kernels.linear.quantised import Kind
+from eagle3_jax.kernels.linear.quantised import Quantization
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.mesh import mesh_of, parameter_path, replicated
 from eagle3_jax.models.drafts.head import Draft, Head
@@ -49,7 +49,7 @@ class Product(NamedTuple):
         )
 
 
-def weights_beside(target: TargetModel) -> Kind | None:
+def weights_beside(target: TargetModel) -> Quantization | None:
     """Returns the kind of weights that a head has beside this target: few bits beside few bits, else floats (None).
 
     Every pass of the head reads its weights. Its floats beside a target in 8 bits would take twice as large a share of
@@ -58,7 +58,7 @@ def weights_beside(target: TargetModel) -> Kind | None:
     return "int8" if any(map(is_quantised, jax.tree.leaves(target, is_leaf=is_quantised))) else None
 
 
-def for_inference(model: Model, weights: Kind | None = None) -> Model:
+def for_inference(model: Model, weights: Quantization | None = None) -> Model:
     """Returns a twin in the kernels' layouts. It shares the arrays that stay as they are; the model may be dropped.
 
     On a single CPU device matrices are packed, and a tied LM head gets a matrix of its own. On TPUs some parameters are
@@ -152,7 +152,7 @@ def tpu_formats(module: TargetModel | Head) -> Any:
     return jax.tree_util.tree_map_with_path(of, module)
 
 
-def _twin(module: Module, weights: Kind | None) -> Module:
+def _twin(module: Module, weights: Quantization | None) -> Module:
     output_rows: Any = module.output_rows
     if isinstance(output_rows, Panels):
         return module

@@ -12,7 +12,7 @@ import jax
 
 from eagle3_jax.kernels.linear.api import quantise
 from eagle3_jax.kernels.linear.layouts import Quantised, QuantisedPanels
-from eagle3_jax.kernels.linear.quantised import Kind
+from eagle3_jax.kernels.linear.quantised import Quantization
 from eagle3_jax.mesh import parameter_path
 
 # Paths of the parameters that `linear` multiplies, of experts' matrices, and of rows of a vocabulary.
@@ -38,7 +38,7 @@ def axis_of(name: str, *, vocabulary: bool) -> int | None:
     return -1 if vocabulary and VOCABULARY.search(name) else None
 
 
-def quantised(name: str, leaf: Any, weights: Kind, *, vocabulary: bool) -> Any:
+def quantised(name: str, leaf: Any, weights: Quantization, *, vocabulary: bool) -> Any:
     """Quantises a target's parameter, on its devices; returns other parameters as they are.
 
     Under `int4` embeddings and LM head have 8 bits and a scale for each row, and matrices one for `GROUP` values, as
@@ -61,7 +61,7 @@ def quantised(name: str, leaf: Any, weights: Kind, *, vocabulary: bool) -> Any:
     return jax.eval_shape(of, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else of(leaf)
 
 
-def quantised_model(model: Any, weights: Kind | None, *, vocabulary: bool) -> Any:
+def quantised_model(model: Any, weights: Quantization | None, *, vocabulary: bool) -> Any:
     """Quantises the parameters of a whole model of arrays or `ShapeDtypeStruct`s; None leaves all as they are."""
     if weights is None:
         return model
@@ -105,7 +105,7 @@ def quantised_as(held: Mapping[str, Any], model: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, model)
 
 
-_KINDS: dict[str, Kind] = {"int8": "int8", "float8_e4m3fn": "fp8", "int4": "int4"}  # dtype of values -> kind
+_KINDS: dict[str, Quantization] = {"int8": "int8", "float8_e4m3fn": "fp8", "int4": "int4"}  # dtype of values -> kind
 
 
 def _form(matrix: Any) -> Any:

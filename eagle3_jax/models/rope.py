@@ -13,14 +13,14 @@ from typing import Any
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, Scaling, YarnScaling
 
 THETA = 10000.0  # every engine's default of `rope_theta`, for most families and for every head
-Kinds = Mapping[str, type[Scaling]]  # `rope_type` -> its class
-KINDS: Kinds = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
+Scalings = Mapping[str, type[Scaling]]  # `rope_type` -> its class
+SCALINGS: Scalings = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
 _SECTIONS = ("rope_parameters", "rope_scaling")
 _PARTIAL = "partial_rotary_factor"
 _MSCALES = {"mscale", "mscale_all_dim"}  # fields of DeepSeek's YaRN, which change more than RoPE
 # Fields that a section may hold beside those of its kind: fields of other kinds, which no engine reads, and fields for
 # images, which change nothing for text (see `vision`).
-_HARMLESS = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)} | {
+_HARMLESS = {field.name for kind in SCALINGS.values() for field in dataclasses.fields(kind)} | {
     *("rope_type", "type", "rope_theta", "finetuned", "mrope_section", "mrope_interleaved")
 }
 # Fields that some engines read, with a hint for the refusal of values other than 1, which changes nothing.
@@ -34,7 +34,12 @@ _FACTORS = {
 
 
 def read_rope(
-    values: dict[str, Any], problems: list[str], kinds: Kinds = KINDS, theta: float = THETA, *, partial: bool = False
+    values: dict[str, Any],
+    problems: list[str],
+    kinds: Scalings = SCALINGS,
+    theta: float = THETA,
+    *,
+    partial: bool = False,
 ) -> tuple[float, Scaling | None]:
     """Reads base and scaling from a config.json. Appends to `problems` by field; the values are then undefined.
 
@@ -82,7 +87,7 @@ def read_partial(values: dict[str, Any], problems: list[str], default: float) ->
 
 def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     """Writes the keys of config.json that `read_rope` reads."""
-    kind = next((name for name, made in KINDS.items() if isinstance(scaling, made)), "default")
+    kind = next((name for name, made in SCALINGS.items() if isinstance(scaling, made)), "default")
     fields = {} if scaling is None else dataclasses.asdict(scaling)
     section: dict[str, Any] = {"rope_type": kind} | {name: x for name, x in fields.items() if x is not None}
     values: dict[str, Any] = {"rope_theta": theta, "rope_parameters": section | {"rope_theta": theta}}
@@ -93,7 +98,7 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: Kinds) -> Scaling | None:
+def read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: Scalings) -> Scaling | None:
     """Reads the scaling of a RoPE section. Appends to `problems`, which name the section `key`."""
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from eagle3_jax.models.checkpoint.quantised import Scales, read_scales
 from eagle3_jax.models.layers import Scaling
-from eagle3_jax.models.rope import KINDS, THETA, Kinds, read_rope, write_rope
+from eagle3_jax.models.rope import SCALINGS, THETA, Scalings, read_rope, write_rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ModelConfig:
     model_type: ClassVar[str]
     supported: ClassVar[dict[str, Any]]
     defaults: ClassVar[dict[str, Any]] = {}
-    scalings: ClassVar[Kinds] = KINDS
+    scalings: ClassVar[Scalings] = SCALINGS
     latent_cache: ClassVar[bool] = False
     recurrent: ClassVar[bool] = False
     partial_rotary: ClassVar[bool] = False

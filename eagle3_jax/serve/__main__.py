@@ -86,7 +86,7 @@ def run(config: RunConfig) -> None:
 def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None:
     # These need the extra `serve`, which `--help` does not.
     from eagle3_jax.serve.app import make_app
-    from eagle3_jax.serve.startup import Server, Startup
+    from eagle3_jax.serve.startup import HttpServer, Startup
 
     settings, url, pools = config.serve, address(place), []
 
@@ -113,7 +113,7 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
 
     startup = Startup(make, lambda: print(f"{url}/v1 answers", flush=True))
     with contextlib.ExitStack() as led:  # ends the other processes
-        Server(startup, settings).run(sockets=[place])
+        HttpServer(startup, settings).run(sockets=[place])
         if startup.failure is not None:
             raise startup.failure
         if startup.app is None:

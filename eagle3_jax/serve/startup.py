@@ -96,7 +96,7 @@ class Startup:
         self._ready()
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A server that stops when its start fails or the verb is asked to stop; `command.run` handles signals."""
 
     def __init__(self, startup: Startup, settings: ServeConfig) -> None:

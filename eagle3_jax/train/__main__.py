@@ -38,7 +38,7 @@ from eagle3_jax.sequence import Split
 from eagle3_jax.train.in_engine import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
-from eagle3_jax.training.kinds.kind import Kind, kind_of
+from eagle3_jax.training.kinds.kind import TrainingKind, kind_of
 from eagle3_jax.training.metrics import MetricWriter, NotFinite, import_wandb, summarise
 from eagle3_jax.training.operations import products, utilisation
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
@@ -113,7 +113,7 @@ def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
         return _train(config, target, kind, mesh, warm)
 
 
-def _train(config: RunConfig, target: Target, kind: Kind, mesh: Mesh, warm: Draft | None) -> dict[str, Any]:
+def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, warm: Draft | None) -> dict[str, Any]:
     run, features, folder = config.train, config.folder("extract"), config.folder("train")
     token_ids = kind.vocabulary(vocab.load(features)) if warm is None else np.asarray(warm.token_ids)
     processes.agree(lambda: vocab.save(folder, token_ids))

@@ -21,7 +21,7 @@ from eagle3_jax.mesh import fetch, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import disk, manifest, processes
-from eagle3_jax.training.kinds.kind import Kind
+from eagle3_jax.training.kinds.kind import TrainingKind
 
 _BATCH = 16
 _TOKENS = 96  # an answer's length; fixed, since acceptance lengths of one training are compared
@@ -46,7 +46,7 @@ class Served:
     Raises ValueError: no held-out prompt is short enough.
     """
 
-    def __init__(self, config: RunConfig, kind: Kind, head: Any, token_ids: np.ndarray) -> None:
+    def __init__(self, config: RunConfig, kind: TrainingKind, head: Any, token_ids: np.ndarray) -> None:
         self._replica = own_replica(make_mesh(config.mesh))
         self._kind, self._token_ids = kind, jnp.asarray(token_ids)
         target, *others = data_parallel.targets(load_target(config.target, self._replica.mesh), self._replica)

@@ -220,7 +220,7 @@ def _without_orbax_traceback(record: logging.LogRecord) -> bool:
 def load_head(folder: str | disk.Path, shapes: Any, step: int | None = None) -> Any:
     """Loads the head of a step of a checkpoints folder, or the newest, on the default device of each process.
 
-    `shapes` are the head's, see `Kind.abstract`. Raises CheckpointError: no checkpoint, or a head of other shapes.
+    `shapes` are the head's (`TrainingKind.abstract`). Raises CheckpointError: no checkpoint, or a head of other shapes.
     """
     everywhere = replicated(jax.sharding.Mesh(jax.devices(), "all"))  # processes can only read together
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from eagle3_jax.mesh import shardings
 
-STATE_SHARDING_RULES = (
+TRAINED_SHARDING_RULES = (
     (r"lm_head|markov_(in|out)|predecessors|successors", P(("model", "data"), None)),
     (r"expert_(gate|up)$", P(None, "data", "model")),
     (r"expert_down$", P(None, "model", "data")),
@@ -36,7 +36,7 @@ def on_own_rows(
     The backward pass sums the weights' gradients over the data axis once, in float32.
 
     Args:
-        weights: arrays in a pytree, split over the data axis by `STATE_SHARDING_RULES`.
+        weights: arrays in a pytree, split over the data axis by `TRAINED_SHARDING_RULES`.
         rows: arrays split over the data axis by dimension `axis`; None stays None.
         dtype: dtype in which weights are gathered and read.
         frozen: arrays without a gradient, whole on each data shard.
@@ -50,7 +50,7 @@ def on_own_rows(
     if ways == 1 or any(x.shape[axis] % ways for x in jax.tree.leaves(rows)):
         return f(weights, rows, frozen)
     leaves, structure = jax.tree.flatten(weights)
-    specs = [where.spec for where in jax.tree.leaves(shardings(weights, mesh, STATE_SHARDING_RULES))]
+    specs = [where.spec for where in jax.tree.leaves(shardings(weights, mesh, TRAINED_SHARDING_RULES))]
     read = [i for i, spec in enumerate(specs) if tables or ("model", "data") not in spec]
 
     def local(copies: list[Array], own: Any, frozen: Any) -> Any:

@@ -17,8 +17,8 @@ from jaxtyping import Array
 from eagle3_jax.mesh import constrain, replicated, shardings
 from eagle3_jax.models import fp8
 from eagle3_jax.training.batch import Batch, Leaf, Teacher
-from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
-from eagle3_jax.training.kinds.kind import Kind
+from eagle3_jax.training.fsdp import TRAINED_SHARDING_RULES
+from eagle3_jax.training.kinds.kind import TrainingKind
 from eagle3_jax.training.losses import loss_divisors
 
 Metrics = dict[str, Array]
@@ -43,11 +43,11 @@ def init_state(
         head = make_head(arrays)
         return TrainState(jnp.zeros((), jnp.int32), head, optimizer.init(head))
 
-    where = shardings(jax.eval_shape(build, arrays), mesh, STATE_SHARDING_RULES)
+    where = shardings(jax.eval_shape(build, arrays), mesh, TRAINED_SHARDING_RULES)
     return jax.jit(build, out_shardings=where)(arrays)
 
 
-def make_train_step(kind: Kind, optimizer: optax.GradientTransformation, mesh: Mesh) -> jax.stages.Wrapped:
+def make_train_step(kind: TrainingKind, optimizer: optax.GradientTransformation, mesh: Mesh) -> jax.stages.Wrapped:
     """Makes one jitted optimizer step. The input state is donated; the new state keeps its sharding.
 
     The caller places the batch (over the data axis).
@@ -65,12 +65,12 @@ def make_train_step(kind: Kind, optimizer: optax.GradientTransformation, mesh: M
         sums = sums | {"gradient_norm": optax.tree.norm(gradients)}
         new = TrainState(state.step + 1, head, opt_state)
         placed = jax.lax.with_sharding_constraint
-        return placed(new, shardings(new, mesh, STATE_SHARDING_RULES)), placed(sums, replicated(mesh))
+        return placed(new, shardings(new, mesh, TRAINED_SHARDING_RULES)), placed(sums, replicated(mesh))
 
     return train_step
 
 
-def _gradients(kind: Kind, state: TrainState, teacher: Teacher, batch: Batch) -> tuple[Metrics, Any]:
+def _gradients(kind: TrainingKind, state: TrainState, teacher: Teacher, batch: Batch) -> tuple[Metrics, Any]:
     """Computes the sums of a batch, its loss among them, and the gradients, over `train.accumulate` parts in turn.
 
     Part a of A has the rows a, a + A, ..., so that each data shard's rows stay where they lie.
@@ -99,7 +99,7 @@ def _gradients(kind: Kind, state: TrainState, teacher: Teacher, batch: Batch) ->
     return total
 
 
-def make_eval_step(kind: Kind, mesh: Mesh) -> jax.stages.Wrapped:
+def make_eval_step(kind: TrainingKind, mesh: Mesh) -> jax.stages.Wrapped:
     """Makes a jitted step that returns the sums of `kind.evaluate` on a batch, without gradients."""
 
     @jax.jit

@@ -19,7 +19,7 @@ import yaml
 
 from eagle3_jax.benchmark import __main__ as benchmark
 from eagle3_jax.benchmark import servers
-from eagle3_jax.benchmark.traffic import Server
+from eagle3_jax.benchmark.traffic import Endpoint
 from eagle3_jax.config import ConfigError, RunConfig, TrafficConfig, run_file
 from eagle3_jax.runs import command, machine
 
@@ -86,9 +86,9 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
     started = []
 
     @contextlib.contextmanager
-    def start(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
+    def start(values: dict[str, Any], path: pathlib.Path) -> Iterator[Endpoint]:
         started.append((path.name, values["serve"]["draft"], values["serve"]["trees"]))
-        yield Server(url, path.stem)
+        yield Endpoint(url, path.stem)
 
     monkeypatch.setattr(servers, "_started", start)
     report = servers.run(traffic_config, prompts, {"vLLM": f"{url}/"})
@@ -116,7 +116,7 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
 @pytest.mark.long
 def test_what_was_measured_before_a_stop_is_kept(traffic_config, prompts, parrot, monkeypatch):
     url, asked = parrot
-    monkeypatch.setattr(servers, "_started", lambda _, path: contextlib.nullcontext(Server(url, path.stem)))
+    monkeypatch.setattr(servers, "_started", lambda _, path: contextlib.nullcontext(Endpoint(url, path.stem)))
     points = iter(range(2 + 3))  # one before each server, one before each level of each: the second level's second
     monkeypatch.setattr(command, "_asked", None)
 
@@ -139,10 +139,10 @@ def test_an_accelerator_has_one_server_at_a_time(traffic_config, prompts, parrot
     running: list[str] = []
 
     @contextlib.contextmanager
-    def start(_: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
+    def start(_: dict[str, Any], path: pathlib.Path) -> Iterator[Endpoint]:
         running.append(path.stem)
         assert len(running) == 1
-        yield Server(url, path.stem)
+        yield Endpoint(url, path.stem)
         running.remove(path.stem)
 
     found = machine.hardware() | {"accelerator": "TPU v5 lite"}
@@ -176,7 +176,7 @@ assert not xla_bridge.backends_are_initialized()
 @pytest.mark.long
 def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, parrot, monkeypatch, tmp_path, capsys):
     """As OpenAI's own: it shows its models to who has a key."""
-    monkeypatch.setattr(servers, "_started", lambda *_: contextlib.nullcontext(Server(parrot[0], "a-model")))
+    monkeypatch.setattr(servers, "_started", lambda *_: contextlib.nullcontext(Endpoint(parrot[0], "a-model")))
     monkeypatch.setenv("THEIR_KEY", "s3cret")
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run_file.to_dict(traffic_config)))

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from eagle3_jax.benchmark import traffic
-from eagle3_jax.benchmark.traffic import Server, Timing
+from eagle3_jax.benchmark.traffic import Endpoint, Timing
 
-SERVER = Server("http://server/v1", "a-model", key="secret")
+SERVER = Endpoint("http://server/v1", "a-model", key="secret")
 PROMPT = {"messages": [{"role": "user", "content": "Hi"}], "category": "chat"}
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from eagle3_jax.decoding.device.report import Progress
+from eagle3_jax.decoding.device.report import Advance
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output, Piece, Request
 from eagle3_jax.decoding.text import Channels, Detokenizer
@@ -147,7 +147,7 @@ def asked(tokenizer: Any, prompt: list[int], ids: list[int], eos: int, **params:
     request = Request(Driver(), tokenizer, prompt, SamplingParams(max_tokens=len(ids), **params), len(ids), 0)
     pieces, stream = [], iter(request)
     for place, token in enumerate(ids, 1):
-        ending = request.take(Progress([token], [0], place == len(ids), False, [], rounds=1), frozenset({eos}))
+        ending = request.take(Advance([token], [0], place == len(ids), False, [], rounds=1), frozenset({eos}))
         if ending is not None:
             request.publish(request.finish(*ending))
         pieces.append(next(stream))

@@ -255,7 +255,7 @@ def test_a_slow_store_costs_no_more_than_its_rate(tmp_path, target, monkeypatch,
             pipeline.Shard(number, tmp_path / f"{attempt}-{number}.array_record", [*map(json.dumps, of_shard)])
             for number, of_shard in enumerate(lines[4 * number :][:4] for number in range(shards))
         ]
-        with pipeline.Progress(len(lines), "extract") as progress, tiny.no_type_checks():
+        with pipeline.ConversationBar(len(lines), "extract") as progress, tiny.no_type_checks():
             start = time.monotonic()
             pipeline.run(made, extract_states, target, replica, (64,), np.asarray, progress)
             wall = time.monotonic() - start

@@ -202,7 +202,7 @@ def test_vllm_s_load_tool_counts_as_benchmark_serve_does(serving, engine, vllm, 
         assert ran.returncode == 0, ran.stderr[-2000:]
 
         async def ours() -> list[traffic.Timing]:
-            server = traffic.Server(f"{served.url}/v1", MODEL)
+            server = traffic.Endpoint(f"{served.url}/v1", MODEL)
             prompts = [{"messages": [{"role": "user", "content": question}]} for question in questions]
             params = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
             async with httpx2.AsyncClient(timeout=120) as client:

@@ -18,7 +18,7 @@ from eagle3_jax.config import ServeConfig
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.serve import startup as startup_module
 from eagle3_jax.serve.listen import address
-from eagle3_jax.serve.startup import Server, Startup
+from eagle3_jax.serve.startup import HttpServer, Startup
 
 
 def application(*routes: Route, lifespan: Any = None) -> Starlette:
@@ -28,9 +28,9 @@ def application(*routes: Route, lifespan: Any = None) -> Starlette:
 
 
 @contextlib.contextmanager
-def serving(startup: Startup, settings: ServeConfig) -> Iterator[tuple[Server, socket.socket]]:
+def serving(startup: Startup, settings: ServeConfig) -> Iterator[tuple[HttpServer, socket.socket]]:
     with serve.bind(settings) as place:
-        server = Server(startup, settings)
+        server = HttpServer(startup, settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
         thread.start()
         while not server.started:
@@ -76,7 +76,7 @@ def test_a_start_that_fails_ends_the_server():
 
     startup, settings = Startup(make, lambda: None), ServeConfig(port=0)
     with serve.bind(settings) as place:
-        Server(startup, settings).run(sockets=[place])
+        HttpServer(startup, settings).run(sockets=[place])
     assert isinstance(startup.failure, ValueError) and startup.app is None
 
 

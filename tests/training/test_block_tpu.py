@@ -16,7 +16,7 @@ from tiny_blocks import block_config
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.mesh import batch_sharding, shardings
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
-from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
+from eagle3_jax.training.fsdp import TRAINED_SHARDING_RULES
 from eagle3_jax.training.kinds.block import BlockHead, DFlash2Kind, DFlashKind, DSparkKind
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import TrainState, make_train_step
@@ -63,7 +63,7 @@ def lowered(kind: type[BlockHead], topology: str, data: int) -> tuple[Any, int, 
 
     shape = jax.ShapeDtypeStruct
     matrix = shape((VOCAB, HIDDEN), jnp.bfloat16)
-    state = placed(jax.eval_shape(build, matrix), STATE_SHARDING_RULES)
+    state = placed(jax.eval_shape(build, matrix), TRAINED_SHARDING_RULES)
     teacher = placed(Teacher(matrix, matrix, shape((VOCAB,), jnp.int32)), TEACHER_SHARDING_RULES)
     integers = shape((rows, LENGTH), jnp.int32, sharding=batch_sharding(mesh))
     hidden = [shape((rows, LENGTH, n * HIDDEN), jnp.bfloat16, sharding=batch_sharding(mesh)) for n in (3, 1)]

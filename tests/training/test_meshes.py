@@ -13,7 +13,7 @@ from eagle3_jax.config import MeshConfig
 from eagle3_jax.config.kinds import trained
 from eagle3_jax.mesh import batch_sharding, make_mesh, parameter_path, shardings
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Teacher
-from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
+from eagle3_jax.training.fsdp import TRAINED_SHARDING_RULES
 from eagle3_jax.training.kinds.kind import kind_of
 
 ROWS = ((7, 8), (12,), (16,), (5, 4, 6), (9,), (3, 11), (14,), (10, 6))
@@ -42,7 +42,7 @@ def computed():
 
         with jax.set_mesh(mesh):
             on_mesh = (
-                jax.device_put(head, shardings(head, mesh, STATE_SHARDING_RULES)),
+                jax.device_put(head, shardings(head, mesh, TRAINED_SHARDING_RULES)),
                 jax.device_put(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES)),
                 jax.device_put(batch, batch_sharding(mesh)),
             )

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from eagle3_jax.formats.blocks.kinds import KINDS
+from eagle3_jax.formats.blocks.kinds import BLOCKS
 from eagle3_jax.formats.tensors import LM_HEAD
 from eagle3_jax.models.checkpoint.table import plain
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
@@ -105,7 +105,7 @@ def random_head(case: Case, seed: int) -> DFlash:
 
 def entries(head: DFlash) -> dict[str, Any]:
     """Returns the checkpoint's entry of each parameter."""
-    c, kind = head.config, next(kind for kind in KINDS if kind.network is type(head))
+    c, kind = head.config, next(kind for kind in BLOCKS if kind.network is type(head))
     return kind.table(c) | {"lm_head": plain(LM_HEAD, c.draft_vocab_size, c.hidden_size)}
 
 

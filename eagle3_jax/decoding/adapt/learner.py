@@ -105,7 +105,7 @@ class HeadLearner:
         head, self._token_ids = jax.device_put((head, draft.token_ids), replicated(mesh))
         optimizer = make_optimizer(run, _FOREVER)
         head = jax.tree.map(lambda x: jnp.array(x, jnp.float32), head)  # a copy: steps donate it
-        if not hasattr(self._kind.abstract(), "lm_head"):  # the target's, see `Kind.draft`
+        if not hasattr(self._kind.abstract(), "lm_head"):  # the target's, see `TrainingKind.draft`
             del head.lm_head
         self._state = init_state(lambda x: x, head, optimizer, mesh)
         self._train_step = make_train_step(self._kind, optimizer, mesh)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int32, Integer
 
 from eagle3_jax.mesh import parameter_path, shardings
-from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
+from eagle3_jax.training.fsdp import TRAINED_SHARDING_RULES
 from eagle3_jax.training.state import TrainState
 
 # Ridge of the fit, as a share of the mean square of the target's rows.
@@ -74,7 +74,7 @@ def make_move(names: Sequence[str], mesh: Mesh) -> jax.stages.Wrapped:
         with jax.default_matmul_precision("highest"):
             moved = jax.tree_util.tree_map_with_path(rows, state)
         moved = dataclasses.replace(moved, step=state.step + 1)
-        return jax.lax.with_sharding_constraint(moved, shardings(moved, mesh, STATE_SHARDING_RULES))
+        return jax.lax.with_sharding_constraint(moved, shardings(moved, mesh, TRAINED_SHARDING_RULES))
 
     return move
 

@@ -89,7 +89,7 @@ class RoundTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class Advance:
     """One dispatch's progress of one request, on the host.
 
     Attributes:
@@ -113,15 +113,15 @@ class Progress:
     accepted: list[int] = dataclasses.field(default_factory=list)
 
 
-def progress(row: np.ndarray, sizes: tuple[int, int] | None, best: int | None) -> Progress:
+def progress(row: np.ndarray, sizes: tuple[int, int] | None, best: int | None) -> Advance:
     """Reads a row of decode's report, of these `steps` and `nodes`; without `sizes` of prefill's."""
     if sizes is None:
         found = _read(of_prefill(best), row)
         tokens = [] if found["failed"] else [int(found["root"])]
-        return Progress(tokens, [0] * len(tokens), bool(found["done"]), bool(found["failed"]), _logprobs_of(found, 1))
+        return Advance(tokens, [0] * len(tokens), bool(found["done"]), bool(found["failed"]), _logprobs_of(found, 1))
     found = _read(of_decode(*sizes, best), row)
     count, rounds, accepted = int(found["num_output"]), int(found["rounds"]), found["accepted"].tolist()
-    return Progress(
+    return Advance(
         token_ids=found["output"][:count].tolist(),
         depths=_depths(found["ends"].tolist(), sum(accepted)),
         tree=found["tree"] if rounds else None,

@@ -20,7 +20,7 @@ from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.tier import Tier
-from eagle3_jax.kernels.linear.quantised import Kind
+from eagle3_jax.kernels.linear.quantised import Quantization
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.inference_layout import Product, for_inference, padded, weights_beside
@@ -79,12 +79,12 @@ class ModelRunner:
         tiers: Sequence[Tier],
         sizes: Sizes,
         kv_dtype: Any,
-        draft_weights: Kind | None = None,
+        draft_weights: Quantization | None = None,
     ) -> None:
         self.mesh = mesh_of(target.embed[...])
         if draft is not None and self.mesh is not None:
             draft = _spread(draft, self.mesh)
-        self._draft_weights: Kind | None = draft_weights or weights_beside(target)
+        self._draft_weights: Quantization | None = draft_weights or weights_beside(target)
         self.few_bits = few_bits(target)
         target, draft = for_inference(target), None if draft is None else for_inference(draft, self._draft_weights)
         self.target, self.draft, self.sizes = target, draft, sizes

@@ -173,4 +173,4 @@ def _kind(network: type[DFlash], method: str) -> StoredKind:
     )
 
 
-DFLASH, DSPARK, DFLASH2 = KINDS = _kind(DFlash, "dflash"), _kind(DSpark, "dspark"), _kind(DFlash2, "dflash")
+DFLASH, DSPARK, DFLASH2 = BLOCKS = _kind(DFlash, "dflash"), _kind(DSpark, "dspark"), _kind(DFlash2, "dflash")

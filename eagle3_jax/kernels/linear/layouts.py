@@ -48,7 +48,7 @@ class Panels(_Parameter):
         return self.panels.swapaxes(2, 3).reshape(count, groups * group, width, 1).astype(x.dtype)
 
 
-class Form(NamedTuple):
+class PanelForm(NamedTuple):
     """What the bytes of `QuantisedPanels` are.
 
     Attributes:
@@ -88,7 +88,7 @@ class QuantisedPanels(Panels):
         form: what the bytes are.
     """
 
-    form: Form = dataclasses.field(metadata={"static": True})
+    form: PanelForm = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

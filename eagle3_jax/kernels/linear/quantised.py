@@ -20,8 +20,8 @@ from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.dispatch import Implementation, choose, is_whole
 from eagle3_jax.kernels.linear.layouts import WIDE, Quantised, chunk_of
 
-Kind = Literal["int8", "fp8", "int4"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Quantization = Literal["int8", "fp8", "int4"]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 _LARGEST: dict[str, tuple[Any, float]] = {
@@ -33,7 +33,7 @@ _MOST_ROWS = 512  # of x in the TPU's kernel: for more rows a float copy of the 
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "axis", "group"))
-def quantise(matrix: Float[Array, "..."], kind: Kind, *, axis: int = -2, group: int | None = None) -> Quantised:
+def quantise(matrix: Float[Array, "..."], kind: Quantization, *, axis: int = -2, group: int | None = None) -> Quantised:
     """Rounds a matrix to `kind`.
 
     Args:

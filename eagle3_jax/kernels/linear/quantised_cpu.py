@@ -26,7 +26,7 @@ from eagle3_jax.kernels.cpu import compiler, handler
 from eagle3_jax.kernels.cpu.handler import Buffer
 from eagle3_jax.kernels.cpu.ir import ELEMENTS, F16, F32, I8, I16, I32, I64, POINTER, Code, Value, define, vector
 from eagle3_jax.kernels.linear.cpu import chunks, write_chunk
-from eagle3_jax.kernels.linear.layouts import Form, Quantised, QuantisedPanels
+from eagle3_jax.kernels.linear.layouts import PanelForm, Quantised, QuantisedPanels
 
 GROUP = 32  # numbers of a row that share a scale
 _HALF = GROUP // 2
@@ -88,7 +88,7 @@ def pack(matrix: Quantised) -> QuantisedPanels:
     groups, by_group = -(-k // GROUP), len(scale) > 1 or len(scales) > 1
     group = (_HALF if len(scale) > groups else GROUP) if by_group else 0
     in_float16 = by_group and all(_halved(x, scale) for x in scales)
-    form = Form(bits, zero, "float16" if in_float16 else "float32", len(scales), group)
+    form = PanelForm(bits, zero, "float16" if in_float16 else "float32", len(scales), group)
 
     def panels(x: np.ndarray, rows: int) -> np.ndarray:
         """Pads to [rows, p * width] and returns [p, rows, width]."""
@@ -141,12 +141,12 @@ def _call(kind: str, x: Array, matrices: tuple[QuantisedPanels, ...]) -> Array:
     return jax.ffi.ffi_call(name, results)(x, *(matrix.panels for matrix in matrices))[0][:, : matrices[0].columns]
 
 
-def _sums_of_group(forms: Sequence[Form]) -> int:
+def _sums_of_group(forms: Sequence[PanelForm]) -> int:
     """Counts the sums of x that are kept of a group: of its halves where these have scales of their own."""
     return max(GROUP // (form.group or GROUP) for form in forms)
 
 
-def write_product(module: ir.Module, name: str, ways: Dots, dtype: str, forms: Sequence[Form]) -> None:
+def write_product(module: ir.Module, name: str, ways: Dots, dtype: str, forms: Sequence[PanelForm]) -> None:
     """Writes the kernel (x [m, k], panels [p, bytes]) -> float32 [m, p * width], and x quantised.
 
     x quantised is int8 [m, k], float32 scales [m, k / 32] and int32 sums [m, k / 32, `_sums_of_group`] of the int8.
@@ -211,7 +211,7 @@ def _write_rounding(code: Code, x: Value, element: ir.Type, rounded: Sequence[Va
             code.b.store(total, code.at(sums, code.add(code.mul(group, kept), i), I32))
 
 
-def _write_block(module: ir.Module, name: str, rows: int, form: Form, ways: Dots, kept: int) -> ir.Function:
+def _write_block(module: ir.Module, name: str, rows: int, form: PanelForm, ways: Dots, kept: int) -> ir.Function:
     """Writes the function y[r, :] = sum over groups of scale of x * (scale * sum of values * x + offset * sum of x)."""
     code = define(module, name, [POINTER] * 5 + [I64, I64])
     code.function.linkage = "internal"

@@ -146,7 +146,7 @@ def _q6_k(blocks: np.ndarray) -> Parts:
     return _signed(values, 32), _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
-KINDS = {
+BLOCK_KINDS = {
     "Q4_0": BlockKind(32, 18, 32, 4, False, _q4_0),
     "Q4_1": BlockKind(32, 20, 32, 4, True, _q4_1),
     "Q5_0": BlockKind(32, 22, 32, 8, False, _q5_0),

@@ -16,7 +16,7 @@ from gguf import GGUFReader
 from safetensors import SafetensorError
 
 from eagle3_jax.models.checkpoint import gguf_blocks
-from eagle3_jax.models.checkpoint.gguf_blocks import KINDS, BlockKind, Parts
+from eagle3_jax.models.checkpoint.gguf_blocks import BLOCK_KINDS, BlockKind, Parts
 from eagle3_jax.models.checkpoint.table import DTYPES, FLOATS, Described, Entry, Packed
 from eagle3_jax.runs import disk
 
@@ -115,7 +115,7 @@ class GgufTensor:
     @property
     def kind(self) -> BlockKind | None:
         """How its blocks hold their values; None: the tensor holds floats."""
-        return KINDS.get(self.dtype)
+        return BLOCK_KINDS.get(self.dtype)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray:
         rows, *others = index if isinstance(index, tuple) else (index,)
@@ -163,11 +163,15 @@ def with_blocks(table: Mapping[str, Entry], stored: Mapping[str, Described]) -> 
     """
 
     def taken(entry: Entry) -> Entry:
-        kinds = [KINDS[stored[name].dtype] for name in entry.tensors if name in stored and stored[name].dtype in KINDS]
+        kinds = [
+            BLOCK_KINDS[stored[name].dtype]
+            for name in entry.tensors
+            if name in stored and stored[name].dtype in BLOCK_KINDS
+        ]
         if not kinds:
             return entry
         packed = _packed(entry, kinds) if len(kinds) == len(entry.tensors) and entry.dimensions > 1 else None
-        return dataclasses.replace(entry, dtypes=(*FLOATS, *KINDS), packed=packed)
+        return dataclasses.replace(entry, dtypes=(*FLOATS, *BLOCK_KINDS), packed=packed)
 
     return {path: taken(entry) for path, entry in table.items()}
 

@@ -25,7 +25,7 @@ from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, stacked
 from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.layers import SwiGLU, YarnScaling, apply_rope, halves, normal, ones, rms_norm, zeros
-from eagle3_jax.models.rope import KINDS, Kinds
+from eagle3_jax.models.rope import SCALINGS, Scalings
 from eagle3_jax.models.target import Attend, Rope, TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 
@@ -80,7 +80,7 @@ class DeepseekV3Config(ModelConfig):
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     }
-    scalings: ClassVar[Kinds] = {**KINDS, "yarn": DeepseekYarnScaling}
+    scalings: ClassVar[Scalings] = {**SCALINGS, "yarn": DeepseekYarnScaling}
     latent_cache: ClassVar[bool] = True
     _own: ClassVar[dict[str, Any]] = {
         "q_lora_rank": 1536,

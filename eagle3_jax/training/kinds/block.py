@@ -12,7 +12,7 @@ from eagle3_jax.models.drafts.dflash import BlockHeadConfig, DFlash
 from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.block import BlockLossConfig, block_loss, draw_anchors, replay_blocks
-from eagle3_jax.training.kinds.kind import Kind, Step
+from eagle3_jax.training.kinds.kind import Step, TrainingKind
 from eagle3_jax.training.losses import Divisors, Loss, Sums
 
 # Anchors of a row whose blocks a replay computes at a time.
@@ -20,15 +20,15 @@ _REPLAYED = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockHead(Kind):
+class BlockHead(TrainingKind):
     """A block head; its LM head is the target's where the draft vocabulary is, else its own."""
 
     settings = ("anchors", "block_weights")
     shape: BlockHeadConfig
 
     @classmethod
-    def of(cls, config: RunConfig, target: ModelConfig) -> Kind:
-        """See `Kind`."""
+    def of(cls, config: RunConfig, target: ModelConfig) -> TrainingKind:
+        """See `TrainingKind`."""
         if (parts := config.train.accumulate) > 1:  # the loss divides by what the head computes
             raise ValueError(f"train.accumulate: got {parts}, expected 1 for draft.kind {cls.name!r}")
         if (pieces := config.train.sequence) > 1:  # an anchor's block attends to the whole row before it
@@ -37,15 +37,15 @@ class BlockHead(Kind):
 
     @property
     def num_drafts(self) -> int:
-        """See `Kind`."""
+        """See `TrainingKind`."""
         return self.shape.block_size - self.network.first_row
 
     def loss(self, head: DFlash, teacher: Teacher, batch: Batch, step: Step, divisors: Divisors = None) -> Loss:
-        """See `Kind`; each step draws its own anchors."""
+        """See `TrainingKind`; each step draws its own anchors."""
         return self._loss(head, teacher, batch, jax.random.fold_in(jax.random.key(self.seed), step))
 
     def evaluate(self, head: DFlash, teacher: Teacher, batch: Batch) -> Sums:
-        """See `Kind`; the anchors are the same at every evaluation."""
+        """See `TrainingKind`; the anchors are the same at every evaluation."""
         loss, sums = self._loss(head, teacher, batch, jax.random.key(self.seed))
         length = batch.token_ids.shape[1]
         size = max(size for size in range(1, _REPLAYED + 1) if length % size == 0)

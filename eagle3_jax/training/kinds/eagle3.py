@@ -15,7 +15,7 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.training.batch import Batch, Teacher
-from eagle3_jax.training.kinds.kind import Kind, Step
+from eagle3_jax.training.kinds.kind import Step, TrainingKind
 from eagle3_jax.training.losses import Divisors, Loss, Sums, states_loss, ttt_loss
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
@@ -25,14 +25,14 @@ LK_DECAY = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3(Kind):
+class Eagle3(TrainingKind):
     """The EAGLE-3 head, EAGLE-3.1 included."""
 
     name: ClassVar[str] = "eagle3"
     shape: DraftHeadConfig
 
     def new(self, seed: int, rows: Float[Array, "dv h"]) -> DraftHead:
-        """See `Kind`; `fc` hands on the highest aux feature: the residual stream starts as a late one of the target's.
+        """See `TrainingKind`; `fc` hands on the highest aux feature: the residual stream starts as a late one there.
 
         On 40 steps of real features both together gave the lowest held-out loss. Starting from the target's final norm
         raised it: its large weights make the first logits overconfident.
@@ -43,7 +43,7 @@ class Eagle3(Kind):
         return head
 
     def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
-        """See `Kind`; an exported head of EAGLE-3."""
+        """See `TrainingKind`; an exported head of EAGLE-3."""
         if in_target(source):
             expected = f"the folder of a head, or null, for draft.kind {self.name!r}"
             raise ValueError(f"train.warm_start: got {source!r}, expected {expected}")
@@ -56,14 +56,14 @@ class Eagle3(Kind):
         return draft
 
     def loss(self, head: DraftHead, teacher: Teacher, batch: Batch, step: Step, divisors: Divisors = None) -> Loss:
-        """See `Kind`; the LK loss begins at the share `train.lk_from` of all steps."""
+        """See `TrainingKind`; the LK loss begins at the share `train.lk_from` of all steps."""
         run = self.train
         begins = round(run.lk_from * self.total_steps)
         lk_decay = jnp.where(step >= begins, LK_DECAY, 0.0) if run.loss == "lk" else None
         return ttt_loss(head, teacher, batch, run, lk_decay, divisors)
 
     def evaluate(self, head: DraftHead, teacher: Teacher, batch: Batch) -> Sums:
-        """See `Kind`."""
+        """See `TrainingKind`."""
         run: Any = self.train
         states = training_time_test(head, teacher.embed, batch, run.ttt_steps)
         loss, sums = states_loss(head.lm_head[...], states, teacher, batch, run)

@@ -1,4 +1,4 @@
-"""`Kind`: a kind of draft head as training sees it (`config.kinds.KINDS`)."""
+"""`TrainingKind`: a kind of draft head as training sees it (`config.kinds.KINDS`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Step = Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind(abc.ABC):
+class TrainingKind(abc.ABC):
     """A kind of head: its inputs from the target, initialisation, loss, replayed acceptance, and drafts.
 
     `shape` is the config of the head.
@@ -43,7 +43,7 @@ class Kind(abc.ABC):
     seed: int = 0  # of draws in the loss
 
     @classmethod
-    def of(cls, config: RunConfig, target: ModelConfig) -> Kind:
+    def of(cls, config: RunConfig, target: ModelConfig) -> TrainingKind:
         """Makes the kind for a target. Raises ValueError: sizes that the target does not fit."""
         shape = kinds.named(cls.name).shape
         assert shape is not None, "the kind is one that is trained"
@@ -116,13 +116,13 @@ class Kind(abc.ABC):
         return Draft(head, token_ids)
 
 
-def named(name: str) -> type[Kind] | None:
+def named(name: str) -> type[TrainingKind] | None:
     """Returns how heads of a kind are trained; None: they are not."""
     training = KINDS[name].training
     return None if training is None else pkgutil.resolve_name(training)
 
 
-def kind_of(config: RunConfig, target: ModelConfig) -> Kind:
+def kind_of(config: RunConfig, target: ModelConfig) -> TrainingKind:
     """Makes the kind of head that `config.draft` names. Raises ValueError: the target does not fit it."""
     kind = named(config.draft.kind)
     assert kind is not None, "the config names a kind that is trained"

@@ -21,14 +21,14 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft, ShapeOfModel
 from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.training.batch import Batch, Teacher
-from eagle3_jax.training.kinds.kind import Kind, Step
+from eagle3_jax.training.kinds.kind import Step, TrainingKind
 from eagle3_jax.training.losses import Divisors, Loss, Sums, states_loss
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
 
 @dataclasses.dataclass(frozen=True)
-class Mtp(Kind):
+class Mtp(TrainingKind):
     """An MTP layer; `train.warm_start: mtp` begins with the one in the target's checkpoint."""
 
     name: ClassVar[str] = "mtp"
@@ -37,21 +37,21 @@ class Mtp(Kind):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """See `Kind`: none, the last hidden state is the feature."""
+        """See `TrainingKind`: none, the last hidden state is the feature."""
         return ()
 
     def build(self, rngs: nnx.Rngs) -> MtpHead:
-        """See `Kind`; without `lm_head`."""
+        """See `TrainingKind`; without `lm_head`."""
         head = mtp.head_of(self.shape.model, "draft.kind")(self.shape.model, dtype=jnp.float32, rngs=rngs)
         del head.lm_head
         return head
 
     def vocabulary(self, chosen: Int[np.ndarray, " dv"]) -> Int[np.ndarray, " ids"]:
-        """See `Kind`: the target's, whatever was chosen."""
+        """See `TrainingKind`: the target's, whatever was chosen."""
         return np.arange(self.shape.vocab_size, dtype=np.int32)
 
     def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
-        """See `Kind`; `source` is "mtp"."""
+        """See `TrainingKind`; `source` is "mtp"."""
         if source != self.name:
             expected = f"{self.name!r}, the target's own layer, or null"
             raise ValueError(f"train.warm_start: got {str(source)!r}, expected {expected} for draft.kind {self.name!r}")
@@ -61,12 +61,12 @@ class Mtp(Kind):
         return Draft(head, draft.token_ids)
 
     def loss(self, head: MtpHead, teacher: Teacher, batch: Batch, step: Step, divisors: Divisors = None) -> Loss:
-        """See `Kind`."""
+        """See `TrainingKind`."""
         states = self._states(head, teacher, batch, self.train.remat)
         return states_loss(None, states, teacher, batch, self.train, None, divisors)
 
     def evaluate(self, head: MtpHead, teacher: Teacher, batch: Batch) -> Sums:
-        """See `Kind`."""
+        """See `TrainingKind`."""
         states = self._states(head, teacher, batch, False)
         loss, sums = states_loss(None, states, teacher, batch, self.train)
         return sums | {"loss": loss} | replay_rounds(None, states, teacher, batch, self.train.loss_block)

@@ -16,7 +16,7 @@ from tiny_blocks import DRAFT_VOCAB, HIDDEN, VOCAB, make_block_head
 from eagle3_jax.decoding.load import load_models
 from eagle3_jax.formats import heads
 from eagle3_jax.formats.blocks.compatibility import CPU, ENGINES
-from eagle3_jax.formats.blocks.kinds import DFLASH, DFLASH2, DSPARK, KINDS
+from eagle3_jax.formats.blocks.kinds import BLOCKS, DFLASH, DFLASH2, DSPARK
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.formats.stored import StoredKind
@@ -34,7 +34,7 @@ WHOLE = {"draft_vocab_size": VOCAB}
 SLIDE = {"layer_types": (SLIDING,) * 2, "sliding_window": 3}
 MIXED = {"layer_types": (SLIDING, FULL), "sliding_window": 3}
 LLAMA3 = RopeScaling(8.0, 1.0, 4.0, 64)
-KIND = {kind.name: kind for kind in KINDS}
+KIND = {kind.name: kind for kind in BLOCKS}
 
 
 def stored(kind: StoredKind, dtype: str = "float32", **changes: Any) -> StoredHead:
@@ -433,7 +433,7 @@ def test_what_the_forms_engine_cannot_run_is_refused(tmp_path, form, kind, chang
 
 def test_engines_that_run_a_head_are_named() -> None:
     assert DFLASH.served_by(stored(DFLASH2, draft_vocab_size=DRAFT_VOCAB), "eagle3_jax") == "served by eagle3_jax"
-    said = {kind.name: DFLASH.served_by(stored(kind, layer_types=(FULL,)), "vllm") for kind in KINDS}
+    said = {kind.name: DFLASH.served_by(stored(kind, layer_types=(FULL,)), "vllm") for kind in BLOCKS}
     assert said["dflash"] == "served by SGLang 0.5.23, vLLM 0.32.0, vLLM on a CPU 0.32.0 and later"
     assert said["dspark"] == (
         "served by SGLang 0.5.23, vLLM 0.32.0 and later; not by vLLM on a CPU (to 0.32.0): DSpark fails"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from eagle3_jax.formats.blocks import config as block_config
-from eagle3_jax.formats.blocks.kinds import DFLASH, KINDS
+from eagle3_jax.formats.blocks.kinds import BLOCKS, DFLASH
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig
 
 PUBLISHED = pathlib.Path(__file__).parents[1] / "published.json"
-NAMES = [kind.name for kind in KINDS]
+NAMES = [kind.name for kind in BLOCKS]
 HEADS = {
     head["name"]: head
     for head in json.loads(PUBLISHED.read_text())["heads"]
@@ -25,7 +25,7 @@ SOFTCAP = {"final_logit_softcapping": None, "output_multiplier": None}
 def described(head: dict[str, Any], **changes: Any) -> tuple[str, BlockHeadConfig | None, list[str]]:
     """Kind, shape and problems."""
     problems: list[str] = []
-    kind = next(kind for kind in KINDS if block_config.describes(kind.network, head["config"]))
+    kind = next(kind for kind in BLOCKS if block_config.describes(kind.network, head["config"]))
     inner = head["config"].get("dflash_config", {})
     values = head["config"] | {"dflash_config": inner | {k: v for k, v in changes.items() if k in inner}}
     return kind.name, block_config.read(kind.network, values, problems), problems
@@ -60,7 +60,7 @@ def test_a_published_shape(name: str) -> None:
 
 def shapes(name: str) -> dict[str, tuple[int, ...]]:
     _, config, _ = described(HEADS[name], **SOFTCAP)
-    kind = next(kind for kind in KINDS if block_config.describes(kind.network, HEADS[name]["config"]))
+    kind = next(kind for kind in BLOCKS if block_config.describes(kind.network, HEADS[name]["config"]))
     assert config is not None
     return {tensor: shape for entry in kind.table(config).values() for tensor, shape in entry.tensors.items()}
 
@@ -82,7 +82,7 @@ def test_sizes_that_are_known_of_parts() -> None:
     inner = head["config"]["dflash_config"] | {"mask_token_id": 0, "selector_top_k": 16}
     inner |= {"target_layer_ids": [1, 2, 3, 4, 5]}
     problems: list[str] = []
-    kind = next(kind for kind in KINDS if block_config.describes(kind.network, head["config"]))
+    kind = next(kind for kind in BLOCKS if block_config.describes(kind.network, head["config"]))
     config = block_config.read(kind.network, head["config"] | {"dflash_config": inner, "rope_theta": 1e7}, problems)
     assert config is not None and problems == []
     found = {tensor: shape for entry in kind.table(config).values() for tensor, shape in entry.tensors.items()}

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.kernels.linear.api import linear, quantise
 from eagle3_jax.kernels.linear.layouts import Padded, bytes_of, dense
-from eagle3_jax.kernels.linear.quantised import KINDS
+from eagle3_jax.kernels.linear.quantised import QUANTIZATIONS
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.experts import grouped
 
@@ -27,7 +27,7 @@ STEPS = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 1 / 15}
 @examples(60)
 @given(
     matrix=arrays.arrays(np.float32, (12, 5), elements=st.floats(-(2.0**60), 2.0**60, width=32)),
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(QUANTIZATIONS),
     axis=st.sampled_from([-2, -1]),
 )
 def test_each_number_is_within_half_a_step(matrix, kind, axis):
@@ -40,7 +40,7 @@ def test_each_number_is_within_half_a_step(matrix, kind, axis):
 
 
 def test_zeros_stay_zeros():
-    for kind in KINDS:
+    for kind in QUANTIZATIONS:
         np.testing.assert_array_equal(quantise(jnp.zeros((4, 3)), kind).array(), np.zeros((4, 3)))
 
 
@@ -49,7 +49,7 @@ def make(kind: Any, shape: tuple[int, ...] = (64, 24), *, axis: int = -2) -> Any
     return quantise(matrix, kind, axis=axis, group=32 if kind == "int4" else None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_product_is_that_of_the_matrix_multiplied_out(kind, dtype):
     matrix = make(kind)
@@ -64,7 +64,7 @@ def test_a_product_is_that_of_the_matrix_multiplied_out(kind, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
 def test_rows_of_a_vocabulary_are_scored_and_looked_up(kind):
     rows = make(kind, (40, 64), axis=-1)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 64)), jnp.float32)
@@ -76,7 +76,7 @@ def test_rows_of_a_vocabulary_are_scored_and_looked_up(kind):
 
 
 def test_packed_numbers_are_counted_as_half_a_byte():
-    assert [bytes_of(make(kind).values) for kind in KINDS] == [64 * 24, 64 * 24, 64 * 12]
+    assert [bytes_of(make(kind).values) for kind in QUANTIZATIONS] == [64 * 24, 64 * 24, 64 * 12]
     assert bytes_of(jnp.zeros(3, jnp.bfloat16)) == 6 and bytes_of(jnp.zeros(3, bool)) == 3
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llvmlite import ir
 
 from eagle3_jax.kernels.linear import api, quantised_cpu
-from eagle3_jax.kernels.linear.layouts import Form, Quantised, QuantisedPanels
+from eagle3_jax.kernels.linear.layouts import PanelForm, Quantised, QuantisedPanels
 from eagle3_jax.kernels.linear.quantised import quantise
 from eagle3_jax.kernels.linear.quantised_cpu import ANY, AVX2, SDOT, VNNI, pack, product
 
@@ -170,7 +170,7 @@ def test_machines_without_these_instructions(kind, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "form", [Form(4, 0, "float16", 2, 32), Form(8, 0, "float16", 1, 16), Form(8, 0, "float32", 1, 0)]
+    "form", [PanelForm(4, 0, "float16", 2, 32), PanelForm(8, 0, "float16", 1, 16), PanelForm(8, 0, "float32", 1, 0)]
 )
 @pytest.mark.parametrize(
     ("ways", "where", "instruction"),

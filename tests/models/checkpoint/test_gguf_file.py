@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint.fetch import TargetError, load_target, read_config
-from eagle3_jax.models.checkpoint.gguf_blocks import KINDS, multiplied_out
+from eagle3_jax.models.checkpoint.gguf_blocks import BLOCK_KINDS, multiplied_out
 from eagle3_jax.models.checkpoint.gguf_file import hf_name, open_gguf
 from eagle3_jax.models.checkpoint.load import WeightsError
 from eagle3_jax.models.families import FAMILIES, family_of
@@ -43,7 +43,7 @@ MIXTURES = {
 
 def blocks_of(name: str, rows: int, blocks: int) -> np.ndarray:
     """Random blocks; their float16 scales are finite."""
-    kind, rng = KINDS[name], np.random.default_rng(0)
+    kind, rng = BLOCK_KINDS[name], np.random.default_rng(0)
     data = rng.integers(0, 256, (rows, blocks, kind.bytes), np.uint8)
     places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
     places |= {"Q4_1": (0, 2), "Q5_1": (0, 2)}
@@ -53,9 +53,9 @@ def blocks_of(name: str, rows: int, blocks: int) -> np.ndarray:
     return data.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", BLOCK_KINDS)
 def test_values_scales_and_offsets_stand_for_what_ggml_says(name):
-    data, kind = blocks_of(name, 3, 4), KINDS[name]
+    data, kind = blocks_of(name, 3, 4), BLOCK_KINDS[name]
     values, scale, offset = kind.read(data)
     assert values.shape == (3, 4 * kind.size) and scale.shape == (3, 4 * kind.size // kind.group)
     assert kind.bits == 8 or (values.min() >= -8 and values.max() <= 7)
