@@ -23,10 +23,10 @@ from eagle3_jax.kernels.gated_delta.solve import CHUNK
 from eagle3_jax.kernels.gated_delta.tokens import Tokens
 from eagle3_jax.kernels.tpu.registers import SUBLANES, dot
 
-# Chosen by counted bundles (tools/tpu_kernels.py).
-_KEY_HEADS = 4  # of a grid step, at most
+# Chosen by static profiles (tools/tpu_kernels.py).
+_KEY_HEADS = 8  # of a grid step, at most
 _ROWS = 16  # of the system that are solved row by row
-_VMEM = 16 << 20  # bytes that the compiler may use
+_VMEM = 32 << 20  # bytes that the compiler may use
 
 _HEADS = P("data", None, "model")
 
