@@ -70,8 +70,8 @@ def answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> str:
     output, seconds = request.result(), time.perf_counter() - start
     print(flush=True)
     count = len(output.token_ids)
-    said = f"{count} tokens, {count / seconds:.1f} tokens/s, {output.stats.acceptance_length or 1:.2f} tokens a round"
-    print(f"[{said}, {drafted / max(count, 1):.0%} drafted]", file=sys.stderr, flush=True)
+    rates = f"{count} tokens, {count / seconds:.1f} tokens/s, {output.stats.acceptance_length or 1:.2f} tokens a round"
+    print(f"[{rates}, {drafted / max(count, 1):.0%} drafted]", file=sys.stderr, flush=True)
     return output.text
 
 

@@ -149,8 +149,8 @@ def table(report: dict[str, Any]) -> str:
     target = f"{report['target']['name']} in {report['target']['dtype']}"
     for words in (_drafted_by, _settings, lambda draft: f"{target} on {_machine(draft)}"):
         lines += _of_each(report["drafts"], words)
-    if (said := headline(report)) is not None:
-        lines.append(f"{said}, with what the engine chose")
+    if (summary := headline(report)) is not None:
+        lines.append(f"{summary}, with what the engine chose")
     return "\n".join(lines)
 
 
@@ -243,9 +243,9 @@ def _size(tree: dict[str, int] | str) -> str:
 
 def _of_each(drafts: dict[str, dict[str, Any]], words: Callable[[dict[str, Any]], str]) -> list[str]:
     """Describes evaluations: one text if it is the same for all, else one for each name."""
-    said = {name: words(draft) for name, draft in drafts.items()}
-    same = set(said.values())
-    return list(same) if len(same) == 1 else [f"{name}: {one}" for name, one in said.items()]
+    texts = {name: words(draft) for name, draft in drafts.items()}
+    same = set(texts.values())
+    return list(same) if len(same) == 1 else [f"{name}: {one}" for name, one in texts.items()]
 
 
 def _drafted_by(draft: dict[str, Any]) -> str:

@@ -55,15 +55,15 @@ class FakeDlp:
     def _answer(self, handler: http.server.BaseHTTPRequestHandler) -> None:
         content = handler.rfile.read(int(handler.headers["Content-Length"]))
         number, self.requests = self.requests, self.requests + 1
-        said = self.rule(number)
-        if said == "drop":
+        behaviour = self.rule(number)
+        if behaviour == "drop":
             handler.close_connection = True
             return
         status, headers, body = 200, {}, b""
-        if isinstance(said, bytes):
-            body = said
-        elif said is not None:
-            status, headers = said
+        if isinstance(behaviour, bytes):
+            body = behaviour
+        elif behaviour is not None:
+            status, headers = behaviour
             body = json.dumps({"error": {"code": status, "message": "Quota exceeded"}}).encode()
         elif wrong := _wrong(handler, content):
             status, body = 400, json.dumps({"error": {"code": 400, "message": wrong}}).encode()

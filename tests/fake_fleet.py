@@ -95,21 +95,21 @@ class FakeServer:
         known = {"model", "messages", "temperature", "max_tokens", "seed", "tools"}
         if self.form == "openai" and (unknown := body.keys() - known):
             return self._send(handler, {"error": f"Unknown parameter: {min(unknown)}"}, 400)
-        said: Mapping[str, Any] | int | str | None = None
+        behaviour: Mapping[str, Any] | int | str | None = None
         if body["messages"] == PROBE:
             self.probed += 1
         else:
             self.asked.append(body)
-            said = self.rule(body)
-        if isinstance(said, int):
-            return self._send(handler, {"error": "no"}, said)
-        if said == "silent":
+            behaviour = self.rule(body)
+        if isinstance(behaviour, int):
+            return self._send(handler, {"error": "no"}, behaviour)
+        if behaviour == "silent":
             time.sleep(self.silence)
-        answer = self.answer(body, said if isinstance(said, Mapping) else {})
+        answer = self.answer(body, behaviour if isinstance(behaviour, Mapping) else {})
         content = json.dumps(answer).encode()
-        if said == "drop":
+        if behaviour == "drop":
             handler.connection.close()
-        elif said == "half":
+        elif behaviour == "half":
             handler.send_response(200)
             handler.end_headers()  # without a length: it ends with the connection
             handler.wfile.write(content[: len(content) // 2])

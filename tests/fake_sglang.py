@@ -33,8 +33,8 @@ def serve(answers: Sequence[dict[str, Any]], prompts: Sequence[list[int]], **set
     asked: list[tuple[str, Any]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def reply(self, said: Any) -> None:
-            body = said if isinstance(said, bytes) else json.dumps(said).encode()
+        def reply(self, content: Any) -> None:
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

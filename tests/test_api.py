@@ -187,8 +187,8 @@ def test_a_verb_names_the_extra_that_it_misses(tmp_path, words):
         answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         return answer.returncode, answer.stdout, answer.stderr
 
-    status, said, errors = run(*words.split()[1:2], "--help") if verb == "benchmark" else run("--help")
-    assert (status, errors) == (0, "") and "--config" in said
+    status, printed, errors = run(*words.split()[1:2], "--help") if verb == "benchmark" else run("--help")
+    assert (status, errors) == (0, "") and "--config" in printed
     status, _, errors = run(*words.split()[1:], "--config", str(tmp_path / "x.yaml"))
     assert status == 1
     if extra is None:

@@ -49,7 +49,7 @@ def finish(verb: str, config: pathlib.Path, run: str) -> str:
 
 
 def untimed(value):
-    """Without what a clock said."""
+    """Without what depends on a clock."""
     clocks = ("seconds", "tokens_per_second", "data_wait", "teraflops", "mfu")
     if isinstance(value, dict):
         return {key: untimed(item) for key, item in value.items() if key not in clocks}

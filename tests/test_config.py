@@ -211,6 +211,6 @@ def test_a_target_is_measured_without_a_config(verb, example, capsys):
     for refused in (lambda: command_line.read(verb, words), lambda: command_line.read("train", ["--target.name", "x"])):
         with pytest.raises(SystemExit, match="2"):
             refused()
-    said = capsys.readouterr().err
-    assert f"eagle3_jax.{verb}: --config, --target: got neither, expected one of them" in said
-    assert "the following arguments are required: --config" in said
+    printed = capsys.readouterr().err
+    assert f"eagle3_jax.{verb}: --config, --target: got neither, expected one of them" in printed
+    assert "the following arguments are required: --config" in printed

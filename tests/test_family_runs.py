@@ -50,8 +50,8 @@ def prepared(folder: pathlib.Path, target_identity: dict, form: str) -> RunConfi
     manifest.begin(conversations, {"target": target_identity})
     lines = [
         {"id": f"{i}", "category": "chat", "truncated": False, "answer_ids": None}
-        | {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-        for i, (asked, said) in enumerate(TEXTS * 4)
+        | {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+        for i, (asked, answer) in enumerate(TEXTS * 4)
     ]
     for split, some in (("train", lines), ("held_out", lines[:2])):
         (conversations / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in some))

@@ -278,7 +278,7 @@ def test_tests_add_to_training_and_contain_it(machine):
         ({"FAKE_PIP_SAYS": "Collecting x\nERROR: something odd"}, "could not make .venv: ERROR: something odd"),
     ],
 )
-def test_what_prevents_an_environment_is_said_in_one_sentence(machine, says, sentence):
+def test_what_prevents_an_environment_is_reported_in_one_sentence(machine, says, sentence):
     for _ in range(2):  # what is half-made does not count as done
         result = machine.prepare(**says)
         assert result.returncode == 1

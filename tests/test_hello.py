@@ -51,15 +51,15 @@ def test_answers_are_streamed_twice_and_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hello.Engine, "warm_up", warm_up_and_draft)
     folder = tiny.write_target(tmp_path)
     hello.run(load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3))), "lookup", colours=False)
-    said = capsys.readouterr().out
-    answers = re.findall(r"-- without drafts\n(.*?)\n\n-- with drafts[^\n]*\n(.*?)\n\n", said, re.DOTALL)
+    printed = capsys.readouterr().out
+    answers = re.findall(r"-- without drafts\n(.*?)\n\n-- with drafts[^\n]*\n(.*?)\n\n", printed, re.DOTALL)
     assert len(answers) == len(hello.PROMPTS)
     assert order == [True, False, False, True] * len(hello.PROMPTS), "turns"
     for plain, marked in answers:
         assert re.sub(r"[][]", "", marked) == re.sub(r"[][]", "", plain)
     assert any("[" in marked and "]" in marked for _, marked in answers)
-    end = said.splitlines().index(f"Medians of {hello.TURNS} turns.")
-    rows = [line.split() for line in said.splitlines()[end - len(hello.PROMPTS) - 1 : end]]
+    end = printed.splitlines().index(f"Medians of {hello.TURNS} turns.")
+    rows = [line.split() for line in printed.splitlines()[end - len(hello.PROMPTS) - 1 : end]]
     assert [row[0] for row in rows] == [*hello.PROMPTS, "all"]
     assert all(row[-1] == "yes" for row in rows)
 

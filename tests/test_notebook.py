@@ -35,6 +35,6 @@ def test_its_cells_run(tmp_path, monkeypatch, capsys):
     names: dict[str, object] = {"__name__": "__main__"}
     for number, source in enumerate(cells("code")):
         exec(compile(source, f"cell {number}", "exec"), names)
-    said = capsys.readouterr().out
-    assert "accepted drafts" in said and "answers identical" in said
+    printed = capsys.readouterr().out
+    assert "accepted drafts" in printed and "answers identical" in printed
     assert (tmp_path / "runs/notebook/export/model.safetensors").exists()

@@ -36,8 +36,8 @@ def results(run: pathlib.Path, folder: str) -> dict[str, Any]:
 @pytest.mark.smoke
 def test_no_verb_warns(whole_run: tiny.Run) -> None:
     assert list(whole_run.stderr) == list(tiny.VERBS)
-    for verb, said in whole_run.stderr.items():
-        assert "Traceback" not in said and "Warning" not in said, f"{verb}: {said}"
+    for verb, printed in whole_run.stderr.items():
+        assert "Traceback" not in printed and "Warning" not in printed, f"{verb}: {printed}"
 
 
 @pytest.mark.smoke
@@ -49,7 +49,7 @@ def test_each_verb_takes_all_that_the_one_before_made(whole_run: tiny.Run) -> No
     assert prompts["train"] + prompts["held_out"] == len(written) > 90
     for split in ("train", "held_out"):
         assert conversations[split]["conversations"] == features[split]["records"] == prompts[split]
-        # Every token that was said counts in the loss, the end of the turn included; and no other.
+        # Every token of an answer counts in the loss, the end of the turn included; and no other.
         assert features[split]["loss_tokens"] == conversations[split]["tokens"]
     assert set(conversations["train"]["ended"]) == {"complete", "truncated"}
     report = json.loads((run / "report.json").read_text())

@@ -225,7 +225,7 @@ def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
     for block in blocks:
         exec(compile(block.replace("9690", "190"), str(page), "exec"), {"__name__": "__main__"})
     loads = any("Engine.load" in block for block in blocks)  # others show a function
-    said = capsys.readouterr().out
-    assert bool(asked) == bool(said.strip()) == loads
+    printed = capsys.readouterr().out
+    assert bool(asked) == bool(printed.strip()) == loads
     if page.name == "README.md":  # an answer, its tokens a round, another answer
-        assert said.endswith("\n") and re.fullmatch(r"[\d.]+", said.splitlines()[1])
+        assert printed.endswith("\n") and re.fullmatch(r"[\d.]+", printed.splitlines()[1])

@@ -61,7 +61,7 @@ def worked(folder: pathlib.Path) -> list[list[str]]:
 @pytest.mark.slow
 def test_all_verbs_run_in_their_order_at_the_lowest_priority(recipe, tmp_path):
     process = recipe()
-    said, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     lines = worked(tmp_path)
     assert [line[1] for line in lines] == VERBS
@@ -70,7 +70,7 @@ def test_all_verbs_run_in_their_order_at_the_lowest_priority(recipe, tmp_path):
     run = tmp_path / "run"
     asked = ["--prompts", f"{run}/prompts/held_out.jsonl", "--output", f"{run}/evaluation/held_out.json"]
     assert [line[4:] for line in lines] == [["--replace", *asked] if line[1] == "evaluate" else [] for line in lines]
-    assert f"The head: {run}/export" in said and not errors
+    assert f"The head: {run}/export" in printed and not errors
 
 
 @pytest.mark.slow

@@ -124,9 +124,9 @@ def test_the_engine_s_own_choice_is_the_headline(config: RunConfig, tmp_path: pa
     made = report.run(config)
     monkeypatch.undo()
     assert list(made["drafts"]) == ["chain", "tree", "auto"]
-    said = f"{chosen['speedup']:.2f} times as fast as vanilla decoding"
-    assert report.table(made).splitlines()[-1] == f"{said}, with what the engine chose"
-    assert figures[0].get_suptitle().strip() == f"smollm2-135m-instruct with drafts: {said}"
+    headline = f"{chosen['speedup']:.2f} times as fast as vanilla decoding"
+    assert report.table(made).splitlines()[-1] == f"{headline}, with what the engine chose"
+    assert figures[0].get_suptitle().strip() == f"smollm2-135m-instruct with drafts: {headline}"
     speedups, shares = figures[0].axes
     assert "auto" in [bars.get_label() for bars in speedups.containers]
     assert [line.get_label() for line in shares.lines] == ["chain", "tree"], "of mixed shapes no position is drawn"

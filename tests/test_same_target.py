@@ -61,9 +61,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def forge(config: RunConfig) -> Run:
     """What the verbs would have left, in so far."""
     target = load_target(config.target)
-    said = {field: value for field, value in target.identity.items() if field != "aux_layers"}
+    without_layers = {field: value for field, value in target.identity.items() if field != "aux_layers"}
     token_ids = np.arange(config.draft.vocab_size, dtype=np.int32)
-    for verb, identity in (("regenerate", said), ("extract", target.identity), ("train", target.identity)):
+    for verb, identity in (("regenerate", without_layers), ("extract", target.identity), ("train", target.identity)):
         manifest.begin(config.folder(verb), {"verb": verb, "target": identity})
         np.savez(config.folder(verb) / "vocab.npz", token_ids=token_ids)
         manifest.finish(config.folder(verb), files=("vocab.npz",))
@@ -144,18 +144,18 @@ def test_another_target_is_refused_by_field(use, run, name, field):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (["weights"], "trained with other weights than those of target; fewer drafts may be accepted"),
         (["weights", "chat_template"], "trained with other weights and another chat template than those of target;"),
         ([], None),
     ],
 )
-def test_who_decodes_takes_a_copy_of_the_target_and_says_so_once(use, caplog, name, fields, said):
+def test_who_decodes_takes_a_copy_of_the_target_and_says_so_once(use, caplog, name, fields, message):
     with pytest.raises(WorkBegan):
         use(name, {field: OTHERS[field] for field in fields} | {"name": "org/original"})
-    assert len(caplog.records) == (said is not None)
-    assert all(said in record.getMessage() and "of org/original" in record.getMessage() for record in caplog.records)
+    assert len(caplog.records) == (message is not None)
+    assert all(message in record.getMessage() and "of org/original" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_a_field_that_was_never_recorded_is_refused(use, name):
         use(name, {"tokenizer": None})
 
 
-def test_other_aux_layers_do_not_change_what_was_said(use):
+def test_other_aux_layers_do_not_change_the_answers(use):
     with pytest.raises(WorkBegan):
         use("regenerate -> extract", {"aux_layers": [1, 2]})
 

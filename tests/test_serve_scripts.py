@@ -31,10 +31,10 @@ def printed(monkeypatch):
 
     def run(engine: str, config: pathlib.Path) -> Printed:
         monkeypatch.setattr(sys, "argv", ["draft_size.py", str(config), engine])
-        said, warned = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
+        output, warned = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(warned):
             draft_size.main()
-        return Printed(said.getvalue(), warned.getvalue())
+        return Printed(output.getvalue(), warned.getvalue())
 
     return run
 
@@ -131,7 +131,7 @@ def test_a_block_head_is_served_with_its_whole_block(tmp_path, printed, algorith
     assert not vllm.stderr and not sglang.stderr
 
 
-def test_without_a_measurement_it_is_the_evaluated_one_and_said_so(tmp_path, printed):
+def test_without_a_measurement_it_is_the_evaluated_one_and_a_warning_tells(tmp_path, printed):
     config = write_config(tmp_path, "SmolLM2-135M-Instruct")  # as `load_target` takes it
     vllm, sglang = (printed(engine, config) for engine in ("vllm", "sglang"))
     assert '"num_speculative_tokens": 2' in vllm.stdout

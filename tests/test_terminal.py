@@ -23,9 +23,9 @@ def test_brackets_stand_around_what_each_round_accepted():
 
 def test_colours_tell_depths_apart_and_leave_the_text_as_it_is():
     ids = TOKENIZER(" apple bird cloud door", add_special_tokens=False)["input_ids"]
-    said = chat.Marker(TOKENIZER, colours=True).mark(ids, [0, 1, 2, 11], last=True)
-    assert re.sub(r"\033\[[0-9;]*m", "", said) == " apple bird cloud door"
-    coloured = dict(re.findall(r"\033\[38;5;(\d+)m([^\033]*)\033\[0m", said))
+    text = chat.Marker(TOKENIZER, colours=True).mark(ids, [0, 1, 2, 11], last=True)
+    assert re.sub(r"\033\[[0-9;]*m", "", text) == " apple bird cloud door"
+    coloured = dict(re.findall(r"\033\[38;5;(\d+)m([^\033]*)\033\[0m", text))
     assert list(coloured.values()) == [" bird", " cloud", " door"]
 
 

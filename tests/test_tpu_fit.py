@@ -63,15 +63,15 @@ def fit(tpu_fit, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "the total memory required for HLO temporaries (32.00G) exceeds available HBM (31.50G)",
         "E1000: CompileTimeHbmOom: Ran out of memory in memory space hbm. Used 32.00G of 31.50G hbm. Exceeded hbm",
         "RESOURCE_EXHAUSTED: Allocation (size=34359738368) would exceed memory (size=33822867456) :: %s0 = inlined",
     ],
 )
-def test_a_refusal_is_understood_as_each_compiler_words_it(said, tpu_fit):
-    assert tpu_fit.needed_and_available(RuntimeError(said)) == (32 * 2**30, 31.5 * 2**30)
+def test_a_refusal_is_understood_as_each_compiler_words_it(message, tpu_fit):
+    assert tpu_fit.needed_and_available(RuntimeError(message)) == (32 * 2**30, 31.5 * 2**30)
     with pytest.raises(RuntimeError, match="else"):
         tpu_fit.needed_and_available(RuntimeError("something else"))
 
@@ -84,8 +84,8 @@ def test_a_chip_s_memory_is_what_its_compiler_leaves(tpu_fit):
 @pytest.mark.long
 def test_a_small_run_fits(small, tmp_path, fit):
     rows = tmp_path / "rows.json"
-    status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "evaluate,extract,train", "--json", rows)
-    assert status == 0, said
+    status, text = fit(small, "--topology", "v5e:1x2", "--verbs", "evaluate,extract,train", "--json", rows)
+    assert status == 0, text
     rows = {row["program"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(rows) == ["evaluate: prefill", "evaluate: rounds", "extract", "train: step"]
     for row in rows.values():
@@ -105,8 +105,8 @@ def test_a_small_run_fits(small, tmp_path, fit):
 def test_a_server_whose_head_learns_on_two_chips(small, tmp_path, fit):
     ring = ("--serve.adapt.ring-tokens", "512", "--serve.adapt.row-length", "128")
     sizes = ("--serve.batch-size", "2", "--serve.max-length", "256", *ring)
-    status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "adapt", "--json", tmp_path / "rows.json", *sizes)
-    assert status == 0, said
+    status, text = fit(small, "--topology", "v5e:1x2", "--verbs", "adapt", "--json", tmp_path / "rows.json", *sizes)
+    assert status == 0, text
     rows = {row["program"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(rows) == [f"adapt: {name}" for name in ("prefill", "rounds", "step", "vocabulary", "swap")]
     step, swap, rounds = (rows[f"adapt: {name}"] for name in ("step", "swap", "rounds"))
@@ -117,18 +117,18 @@ def test_a_server_whose_head_learns_on_two_chips(small, tmp_path, fit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1024, 65536])  # temporaries are too many; the arguments alone are
-def test_what_does_not_fit_is_said_with_the_amount(small, rows, fit):
-    status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "train", "--train.batch-size", str(rows), *LONG_ROWS)
+def test_what_does_not_fit_is_reported_with_the_amount(small, rows, fit):
+    status, text = fit(small, "--topology", "v5e:1x2", "--verbs", "train", "--train.batch-size", str(rows), *LONG_ROWS)
     assert status == 1
-    assert "does not fit" in said
-    assert "GiB too much" in said
+    assert "does not fit" in text
+    assert "GiB too much" in text
 
 
 @pytest.mark.slow
-def test_what_a_kernel_cannot_hold_is_said_with_the_amount(small, fit):
-    status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", "--extract.batch-tokens", "100000000")
+def test_what_a_kernel_cannot_hold_is_reported_with_the_amount(small, fit):
+    status, text = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", "--extract.batch-tokens", "100000000")
     assert status == 1
-    assert re.search(r"^extract .*\n    refused: SMEM: got 11.9 MiB", said, re.MULTILINE)
+    assert re.search(r"^extract .*\n    refused: SMEM: got 11.9 MiB", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_a_row_of_32_thousand_tokens_is_split_over_two_chips(small, tmp_path, fi
     mesh = "--train.mesh.data", "2", "--train.mesh.model", "1", "--train.sequence", "2", "--train.features", "online"
     size = "--train.batch-size", "1", "--train.row-length", "32768", "--train.ttt-steps", "3", "--train.remat"
     rows = tmp_path / "rows.json"
-    status, said = fit(small, "--topology", "v6e:1x2", "--verbs", "train", *mesh, *size, "--json", rows)
-    assert status == 0, said
+    status, text = fit(small, "--topology", "v6e:1x2", "--verbs", "train", *mesh, *size, "--json", rows)
+    assert status == 0, text
     assert [row["program"] for row in json.loads(rows.read_text())] == ["train: states", "train: step"]
 
 
@@ -204,8 +204,8 @@ def test_decoding_takes_little_beside_weights_and_caches(tmp_path, fit, weights)
     layers = "--target.aux-layers", "1", "2", "3"
     run = ROOT / "configs/llama31_8b.yaml", "--target.name", tmp_path, *layers, "--mesh.model", "4"
     command = *run, *weights, "--topology", "v5e:2x2", "--verbs", "evaluate"
-    status, said = fit(*command, "--json", tmp_path / "rows.json")
-    assert status == 0, said
+    status, text = fit(*command, "--json", tmp_path / "rows.json")
+    assert status == 0, text
     prefill, rounds = json.loads((tmp_path / "rows.json").read_text())
     assert prefill["temporaries"] < 2**30 / 4
     assert rounds["temporaries"] < 2**30 / 8
@@ -235,7 +235,7 @@ def test_a_quantised_target_fits_where_its_floats_do_not(run, topology, model, f
     sizes = "--evaluate.batch-size", "1", "--regenerate.max-length", "8192"
     where = "--target.name", f"configs/targets/{run}", "--topology", topology, "--mesh.model", model
     command = ROOT / f"configs/{run}.yaml", *where, *sizes, "--verbs", "evaluate"
-    status, said = fit(*command, "--target.weights", "int8")
-    assert status == 0, said
-    status, said = fit(*command)
-    assert status == 1 and "does not fit" in said
+    status, text = fit(*command, "--target.weights", "int8")
+    assert status == 0, text
+    status, text = fit(*command)
+    assert status == 1 and "does not fit" in text

@@ -32,21 +32,21 @@ fake = pathlib.Path(os.environ["FAKE"])
 asked = sys.argv[1:]
 with open(fake / "asked.jsonl", "a") as log:
     log.write(json.dumps(asked) + "\\n")
-said = json.loads((fake / "says.json").read_text())
+settings = json.loads((fake / "says.json").read_text())
 hosts = sorted((fake / "hosts").iterdir())
 option = dict(word.removeprefix("--").split("=", 1) for word in asked if word.startswith("--") and "=" in word)
 what = asked[asked.index("tpus") + 2] if "tpus" in asked else asked[1]
 if what == "describe":
-    state, *later = said["states"]
+    state, *later = settings["states"]
     if later:
-        (fake / "says.json").write_text(json.dumps(said | {{"states": later}}))
+        (fake / "says.json").write_text(json.dumps(settings | {{"states": later}}))
     error = "ERROR: (gcloud.compute.tpus.queued-resources.describe) "
     if state == "NONE":
         resource = "projects/mine/locations/us-west4-a/queuedResources/head"
         sys.exit(f"{{error}}NOT_FOUND: Resource '{{resource}}' was not found. This command is authenticated as me")
     if state == "FORBIDDEN":
         sys.exit(f"{{error}}PERMISSION_DENIED: Project 'mine' not found or permission denied.")
-    print(state, said["label"], said["type"], "e30=" if said["spot"] else "", sep=",")
+    print(state, settings["label"], settings["type"], "e30=" if settings["spot"] else "", sep=",")
 elif what == "scp" and ":" in asked[asked.index("scp") + 1]:  # from a host
     path = asked[asked.index("scp") + 1].split(":")[1]
     shutil.copy(hosts[int(option["worker"])] / path, fake / asked[asked.index("scp") + 2].split("/")[-1])
@@ -54,10 +54,10 @@ elif what == "scp":
     for host in hosts:
         shutil.copy(asked[asked.index("scp") + 1], host / asked[asked.index("scp") + 2].split(":")[1])
 elif what == "ssh":
-    if said["release_after"] and len((fake / "asked.jsonl").read_text().splitlines()) > said["release_after"]:
+    if settings["release_after"] and len((fake / "asked.jsonl").read_text().splitlines()) > settings["release_after"]:
         (fake / "hold").unlink(missing_ok=True)
     chosen = hosts if option["worker"] == "all" else [hosts[int(option["worker"])]]
-    deaf = [host for host in chosen if host.name in said["deaf"] and said["deaf_to"] in option["command"]]
+    deaf = [host for host in chosen if host.name in settings["deaf"] and settings["deaf_to"] in option["command"]]
     for job in [job for host in chosen for job in host.glob("eagle3_jax/jobs/*") if not (fake / "hold").exists()]:
         with (job / "lock").open("a") as lock:  # a job that nothing holds has ended when somebody looks
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -13,10 +13,10 @@ ROOT = walk.ROOT
 
 
 def run(tmp_path, command: str, silence: float = 20.0) -> str:
-    return walk.start(["bash", "-c", command], tmp_path, said="line\n", silence=silence).finish()
+    return walk.start(["bash", "-c", command], tmp_path, stdin="line\n", silence=silence).finish()
 
 
-def test_what_is_said_comes_back_and_stumbles_are_named(tmp_path):
+def test_output_comes_back_and_stumbles_are_named(tmp_path):
     assert run(tmp_path, "read it; echo $it; echo 2 >&2") == "line\n2\n"
     with pytest.raises(walk.Stumble, match=r"exit 3: status 3, expected 0"):
         run(tmp_path, "exit 3")

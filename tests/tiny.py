@@ -316,7 +316,7 @@ class Run:
 
     Attributes:
         config: its YAML. Beside it are the target, the prompts, and `run`, what the verbs wrote.
-        stderr: verb -> what it said there.
+        stderr: verb -> what it printed there.
         seconds: verb -> how long it took.
     """
 
@@ -352,13 +352,13 @@ def make_run(folder: pathlib.Path) -> Run:
             train={"row_length": 256, "eval_batches": 100, "eval_every": 20, "checkpoint_every": 10},
             evaluate={"max_tokens": 96},
         )
-        said, seconds = {}, {}
+        stderr, seconds = {}, {}
         for verb in VERBS:
             start = time.monotonic()
             ended = run_verb(verb, config, *arguments_of(verb))
             assert ended.returncode == 0, f"{verb}: {ended.stdout}\n{ended.stderr}"
-            said[verb], seconds[verb] = ended.stderr, time.monotonic() - start
-        done.write_text(json.dumps({"stderr": said, "seconds": seconds}))
+            stderr[verb], seconds[verb] = ended.stderr, time.monotonic() - start
+        done.write_text(json.dumps({"stderr": stderr, "seconds": seconds}))
     return Run(folder / "run.yaml", **json.loads(done.read_text()))
 
 

@@ -80,7 +80,7 @@ class Checkout:
     @functools.cache  # noqa: B019
     def _named(self, path: pathlib.Path) -> list[pathlib.Path]:
         """Returns the files that one imports; of a test, also those that it names and the verbs that it starts."""
-        words, said = set[str](), set[str]()
+        words, strings = set[str](), set[str]()
         text, is_test = path.read_text(), path.name.startswith(("test_", "conftest"))
         lazy = path == self._root / PACKAGE / "__init__.py"  # public names have their modules as strings
         for node in ast.walk(ast.parse(text)):
@@ -90,11 +90,11 @@ class Checkout:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
                 words |= {name if name in self._files else node.module for name in names}
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and (is_test or lazy):
-                said.add(node.value)
+                strings.add(node.value)
                 words |= set(re.findall(rf"{PACKAGE}(?:\.\w+)+", node.value))
                 words |= {pathlib.PurePath(tool).stem for tool in re.findall(r"tools/[\w/]+\.py", node.value)}
-        words |= said if "import_module" in text else set()
-        verbs = self._verbs if "whole_run" in text else said if re.search("run_verb|verb_in", text) else ()
+        words |= strings if "import_module" in text else set()
+        verbs = self._verbs if "whole_run" in text else strings if re.search("run_verb|verb_in", text) else ()
         found = [self._files[word] for word in words if word in self._files]
         return found + [self._verbs[verb] for verb in verbs if is_test and verb in self._verbs]
 

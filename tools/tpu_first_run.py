@@ -78,12 +78,12 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
     for stage in stages:
         file = folder / f"{stage}.jsonl"
         file.unlink(missing_ok=True)
-        said = _child([sys.executable, __file__, *sys.argv[1:], "--stage", stage], folder / f"{stage}.log")
+        failure = _child([sys.executable, __file__, *sys.argv[1:], "--stage", stage], folder / f"{stage}.log")
         records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         process = next((record["process"] for record in records if "process" in record), process)
         found += [lines.Line(**record) for record in records if "process" not in record]
-        more = [] if said is None else [lines.failed(stage, said)]
-        if stage == "training" and (folder / "train.yaml").exists() and said is None:
+        more = [] if failure is None else [lines.failed(stage, failure)]
+        if stage == "training" and (folder / "train.yaml").exists() and failure is None:
             from tpu.first_run import resume
 
             more = resume.resumed(folder / "train.yaml")

@@ -164,11 +164,11 @@ and the run goes on from there."
 
 # everywhere WORD SCRIPT: runs the script on all hosts at once; fails unless each one completes it.
 everywhere() {
-  local said=$scratch/said count script
+  local output=$scratch/output count script
   script="$2"$'\n'"echo \"tpu_vm: \$(hostname) $1\""
-  on_hosts "$script" | tee "$said" || true
+  on_hosts "$script" | tee "$output" || true
   if [[ -n $dry_run ]]; then return; fi
-  count=$(grep -c "^tpu_vm: .* $1\$" "$said" || true)
+  count=$(grep -c "^tpu_vm: .* $1\$" "$output" || true)
   ((count == hosts)) || fail "$1: $count of $hosts hosts; what was said stands above. Run the same command again."
 }
 
@@ -351,18 +351,18 @@ job() {
 }
 
 follow() {
-  local said=$scratch/said silent=0
+  local output=$scratch/output silent=0
   while true; do
-    on_hosts "$(status_script)" >"$said" || true
-    cat "$said"
+    on_hosts "$(status_script)" >"$output" || true
+    cat "$output"
     if [[ -n $dry_run ]]; then return; fi
-    if (($(grep -c "^tpu_vm: .* 0\$" "$said" || true) == hosts)); then
+    if (($(grep -c "^tpu_vm: .* 0\$" "$output" || true) == hosts)); then
       say "$command: finished on $hosts of $hosts hosts."
       return
     fi
-    if (($(grep -c "^tpu_vm: " "$said" || true) == hosts)); then
+    if (($(grep -c "^tpu_vm: " "$output" || true) == hosts)); then
       silent=0
-      grep -q "^tpu_vm: .* running\$" "$said" || fail "$command ended, its log stands above. Run the same command again: it goes on where it was."
+      grep -q "^tpu_vm: .* running\$" "$output" || fail "$command ended, its log stands above. Run the same command again: it goes on where it was."
     else
       look
       [[ $state == ACTIVE ]] || reclaimed

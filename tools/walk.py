@@ -30,7 +30,7 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).parents[1]
 SILENCE = 20.0  # seconds
 NEVER = ("Traceback (most recent call last)",)
-_SAID = {"chat": "What is a program?\nAnd a function?\n"}  # to what reads lines
+_STDIN = {"chat": "What is a program?\nAnd a function?\n"}  # to what reads lines
 _LATER = r"tools/quickstart\.sh"  # takes 20 minutes; test_readme.py runs a short one
 _STARTED = 900.0  # seconds
 
@@ -53,7 +53,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.lines: queue.Queue[str | None] = queue.Queue()
-        self.said = ""
+        self.output = ""
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -64,26 +64,26 @@ class Step:
         self.lines.put(None)
 
     def finish(self, status: int = 0) -> str:
-        """Waits for the end, and returns what was said."""
+        """Waits for the end, and returns the output."""
         while True:
             try:
                 piece = self.lines.get(timeout=self.silence)
             except queue.Empty:
                 self.process.kill()
                 self.process.wait()
-                raise Stumble(f"{self.line}: silent for {self.silence:.0f} s after\n{self.said[-500:]}") from None
+                raise Stumble(f"{self.line}: silent for {self.silence:.0f} s after\n{self.output[-500:]}") from None
             if piece is None:
                 break
-            self.said += piece
+            self.output += piece
         ended = self.process.wait()
-        if found := [word for word in NEVER if word in self.said]:
-            raise Stumble(f"{self.line}: shows {found[0]!r}\n{self.said[-3000:]}")
+        if found := [word for word in NEVER if word in self.output]:
+            raise Stumble(f"{self.line}: shows {found[0]!r}\n{self.output[-3000:]}")
         if ended != status:
-            raise Stumble(f"{self.line}: status {ended}, expected {status}\n{self.said[-3000:]}")
-        return self.said
+            raise Stumble(f"{self.line}: status {ended}, expected {status}\n{self.output[-3000:]}")
+        return self.output
 
 
-def start(words: Sequence[str], folder: pathlib.Path, *, said: str = "", silence: float | None = SILENCE) -> Step:
+def start(words: Sequence[str], folder: pathlib.Path, *, stdin: str = "", silence: float | None = SILENCE) -> Step:
     """Starts a command as a newcomer's shell does, without a terminal."""
     cache = {"EAGLE3_JAX_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"}
     ours = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL", "VENV")
@@ -99,7 +99,7 @@ def start(words: Sequence[str], folder: pathlib.Path, *, said: str = "", silence
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # a command that reads nothing may have ended
-        process.stdin.write(said)
+        process.stdin.write(stdin)
         process.stdin.close()
     return Step(words[-1], process, silence)
 
@@ -167,9 +167,9 @@ def walk(folder: pathlib.Path) -> None:
         elif "eagle3_jax.serve " in code:
             serve(code, steps.pop(0)[1], folder)
         else:
-            said = next((text for word, text in _SAID.items() if code.endswith(f" {word}")), "")
+            stdin = next((text for word, text in _STDIN.items() if code.endswith(f" {word}")), "")
             alone = "pip install" in code or "-m venv" in code
-            start(["bash", "-c", code], folder, said=said, silence=None if alone else SILENCE).finish()
+            start(["bash", "-c", code], folder, stdin=stdin, silence=None if alone else SILENCE).finish()
     print(f"{time.monotonic() - begin:6.0f} s  done", flush=True)
 
 

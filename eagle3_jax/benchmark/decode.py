@@ -320,8 +320,8 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     simulated = settings["simulated_acceptance"]
     where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
     how = "" if simulated is None else f" · acceptance simulated: {simulated:g}"
-    said = f"{where} · {report['target']['dtype']} · temperature {settings['temperature']:g}{how}"
-    figure.supxlabel(said, fontsize=8.5, color="gray")
+    caption = f"{where} · {report['target']['dtype']} · temperature {settings['temperature']:g}{how}"
+    figure.supxlabel(caption, fontsize=8.5, color="gray")
     figure.savefig(path, dpi=150, format="png")
 
 

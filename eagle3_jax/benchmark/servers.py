@@ -195,8 +195,8 @@ def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Endpoint]:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()  # comes once the server listens, or has ended
-            found = re.match(r"(http://\S+) answers", said)
+            line = process.stdout.readline()  # comes once the server listens, or has ended
+            found = re.match(r"(http://\S+) answers", line)
             if found is None:
                 raise ValueError(f"{path}: got {_end(process.wait())} from the server, expected that it answers")
             yield found_at(found[1])

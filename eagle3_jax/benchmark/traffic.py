@@ -72,8 +72,8 @@ class Endpoint:
             url = f"{self.url}/chat/completions"
             async with client.stream("POST", url, json=body, headers=self.headers) as response:
                 if response.status_code != 200:
-                    said = (await response.aread()).decode(errors="replace")
-                    return dataclasses.replace(timing, error=f"{response.status_code}: {said[:200]}")
+                    text = (await response.aread()).decode(errors="replace")
+                    return dataclasses.replace(timing, error=f"{response.status_code}: {text[:200]}")
                 return await _read(response, timing, sent)
         except (httpx2.HTTPError, json.JSONDecodeError) as error:
             return dataclasses.replace(timing, error=f"{type(error).__name__}: {error}")

@@ -202,8 +202,8 @@ def table(report: dict[str, Any]) -> str:
             )
         lines += [*command.aligned(rows), ""]
         over, (low, high) = batch["over_auto"]["ratio"], batch["over_auto"]["interval"]
-        said = f"{over:.2f} times as fast as the default, the engine's own choice"
-        best.append(f"batch {batch['batch_size']}: {batch['best']}, {said} (anew: {low:.2f} to {high:.2f})")
+        comparison = f"{over:.2f} times as fast as the default, the engine's own choice"
+        best.append(f"batch {batch['batch_size']}: {batch['best']}, {comparison} (anew: {low:.2f} to {high:.2f})")
     return "\n".join([*lines, "fastest:", *best])
 
 

@@ -102,8 +102,8 @@ def _assistant_span(tokenizer: Any, messages: Messages, tools: Tools | None, ind
     # with the white space before it ("[/INST] content").
     head, found, _ = with_content(_SENTINEL + text).partition(_SENTINEL)
     if not found:  # dropped with the thoughts behind it
-        thoughts, end, said = text.rpartition(THOUGHTS_END)
-        head, found, _ = with_content(thoughts + end + _SENTINEL + said).partition(_SENTINEL)
+        thoughts, end, answer = text.rpartition(THOUGHTS_END)
+        head, found, _ = with_content(thoughts + end + _SENTINEL + answer).partition(_SENTINEL)
     if not found or not full.startswith(head):
         raise ValueError(f"chat template: rewrites the text before assistant turn {index}, expected it unchanged")
     start = len(opening) if head.startswith(opening) and not head[len(opening) :].strip() else len(head)

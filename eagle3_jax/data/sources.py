@@ -220,8 +220,8 @@ def _require(holds: bool, reason: str) -> None:
 def _up_to_the_last_answer(messages: Messages) -> Messages:
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     _require(bool(answers), "no assistant message")
-    said = (messages[index]["content"].strip() or messages[index].get("tool_calls") for index in answers)
-    _require(all(said), "an empty assistant message")
+    contents = (messages[index]["content"].strip() or messages[index].get("tool_calls") for index in answers)
+    _require(all(contents), "an empty assistant message")
     asked = any(message["role"] == "user" for message in messages[: answers[0]])
     _require(asked, "an assistant message before the first user message")
     return messages[: answers[-1] + 1]

@@ -300,7 +300,7 @@ class Request:
         try:
             count, by_string = self._until_stop_string(progress.token_ids[: len(progress.token_ids) - by_token])
         except Exception as error:
-            return "error", said(error)
+            return "error", format_error(error)
         by_token = by_token and not by_string
         count += by_token
         if (asked := self.params.logprobs) is not None:
@@ -331,7 +331,7 @@ class Request:
                 text = self._scanner.end()
             reasoning = Detokenizer(self._tokenizer).add(thoughts, last=True)
         except Exception as failure:
-            reason, error, text, reasoning = "error", error or said(failure), "", ""
+            reason, error, text, reasoning = "error", error or format_error(failure), "", ""
         stats = Stats(self._counts.rounds, self._counts.accepted, self.cached, self._first)
         logprobs = None if self.params.logprobs is None else self._logprobs
         return Output(list(self._token_ids), text, reason, stats, logprobs, error, reasoning)
@@ -359,7 +359,7 @@ class Request:
         return len(ids), False
 
 
-def said(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Formats an exception as an answer's error."""
     return f"{type(error).__name__}: {error}"
 

@@ -29,7 +29,7 @@ from eagle3_jax.decoding.device.report import progress
 from eagle3_jax.decoding.device.runner import Runner
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.params import MAX_LOGPROBS
-from eagle3_jax.decoding.request import FinishReason, Output, QueueFullError, Request, said
+from eagle3_jax.decoding.request import FinishReason, Output, QueueFullError, Request, format_error
 from eagle3_jax.decoding.rounds.state import RequestRows
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.models.target import TargetModel
@@ -150,7 +150,7 @@ class Scheduler:
             for request in requests:
                 if not request.done:
                     request.failure = error
-                    request.publish(request.finish("error", said(error)))
+                    request.publish(request.finish("error", format_error(error)))
             self.changes.notify_all()
 
     def mark_aborted(self, requests: Iterable[Request]) -> None:
@@ -450,7 +450,7 @@ class Scheduler:
             request.allocation = None
             if not request.done:
                 request.failure = failure
-                self._end(request, "error", said(failure), still_runs=False)
+                self._end(request, "error", format_error(failure), still_runs=False)
         return bool(begun)
 
 

@@ -64,8 +64,8 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         except HTTPError as error:  # the hub's httpx raises no OSError when nobody answers
             raise OSError(f"{repository}: not uploaded: {error}") from error
     sizes = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in paths]
-    said = f"uploaded to {repository}:" if upload else f"would go to {repository}; `--upload` uploads it:"
-    return "\n".join([said, *sizes, f"  {CARD}:", "", text])
+    heading = f"uploaded to {repository}:" if upload else f"would go to {repository}; `--upload` uploads it:"
+    return "\n".join([heading, *sizes, f"  {CARD}:", "", text])
 
 
 def _card(

@@ -49,17 +49,17 @@ def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
                 found = list(clients.map(generate, request["prompts"]))
                 seconds = time.perf_counter() - start
     steps = request["num_speculative_tokens"]
-    counted = [_counters(said.get("meta_info", {}), steps) for said in found]
+    counted = [_counters(reply.get("meta_info", {}), steps) for reply in found]
     return {
         "version": version,
-        "answers": [said["output_ids"] for said in found],
+        "answers": [reply["output_ids"] for reply in found],
         "seconds": [seconds],
         "rounds": sum(rounds for rounds, _ in counted),
         "accepted": [sum(column) for column in zip(*(accepted for _, accepted in counted), strict=True)],
     }
 
 
-def _check_settings(said: dict[str, Any], request: dict[str, Any]) -> str:
+def _check_settings(settings: dict[str, Any], request: dict[str, Any]) -> str:
     """Compares the server's settings with the request's; returns its version. Raises ServerError."""
     expected = {
         "speculative_algorithm": request["algorithm"],  # EAGLE would skip an EAGLE-3 head's fc silently
@@ -69,13 +69,13 @@ def _check_settings(said: dict[str, Any], request: dict[str, Any]) -> str:
     if request["algorithm"] == "EAGLE3":  # SGLang overrides both for block heads
         expected |= {"speculative_num_steps": request["num_speculative_tokens"], "speculative_eagle_topk": 1}
     problems = [
-        f"{name}: got {said.get(name)!r}, expected {wanted!r}"
+        f"{name}: got {settings.get(name)!r}, expected {wanted!r}"
         for name, wanted in expected.items()
-        if said.get(name) != wanted
+        if settings.get(name) != wanted
     ]
     if problems:
         raise ServerError("the SGLang server was started with other settings:\n  " + "\n  ".join(problems))
-    return str(said.get("version"))
+    return str(settings.get("version"))
 
 
 def _counters(meta: dict[str, Any], steps: int) -> tuple[int, list[int]]:
@@ -96,12 +96,12 @@ def _counters(meta: dict[str, Any], steps: int) -> tuple[int, list[int]]:
 
 def _ask(server: httpx2.Client, method: str, path: str, body: Any = None, json_expected: bool = True) -> dict[str, Any]:
     try:
-        said = server.request(method, path, json=body)
-        if said.is_error:
-            raise ServerError(f"{said.url}: got status {said.status_code}, {said.text[:500]!r}")
-        return said.json() if json_expected else {}
+        response = server.request(method, path, json=body)
+        if response.is_error:
+            raise ServerError(f"{response.url}: got status {response.status_code}, {response.text[:500]!r}")
+        return response.json() if json_expected else {}
     except httpx2.HTTPError as error:
         url = str(server.base_url).rstrip("/")
         raise ServerError(f"{url}: no answer ({error}); expected a running SGLang server") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ServerError(f"{said.url}: got no JSON, expected SGLang's answer") from error
+        raise ServerError(f"{response.url}: got no JSON, expected SGLang's answer") from error

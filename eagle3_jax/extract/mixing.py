@@ -81,14 +81,14 @@ def choose(
         found = ", ".join(sorted(hashes))
         raise ValueError(f"extract.mix: got {', '.join(missing)}, expected categories of the conversations: {found}")
     most = min(sum(amounts[category]) / share for category, share in shares.items())
-    limits, said = {}, {}
+    limits, summary = {}, {}
     for category, share in shares.items():
         order = np.argsort(np.asarray(hashes[category]))
         kept = np.cumsum(np.asarray(amounts[category])[order])
         number = max(1, int(np.searchsorted(kept, share * most * (1 + 1e-9), side="right")))
         limits[category] = hashes[category][order[number - 1]] + 1
-        said[category] = {"share": share, "kept": int(kept[number - 1]), "of": int(kept[-1])}
-    return limits, said
+        summary[category] = {"share": share, "kept": int(kept[number - 1]), "of": int(kept[-1])}
+    return limits, summary
 
 
 def select(conversations: Iterable[bytes], limits: Limits | None, seed: int) -> Iterator[str]:

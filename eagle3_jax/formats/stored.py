@@ -235,11 +235,11 @@ def stale(tensors: Tensors, name: str, original: Any, words: str) -> list[str]:
         difference = np.abs(got - expected)
         differs |= not (difference <= relative * np.maximum(np.abs(got), np.abs(expected)) + absolute).all()
         largest = float(np.maximum(largest, difference.max()))  # keeps NaN
-    said = (
+    problem = (
         f"{name}: got other values than {words} (largest difference {largest:.3g}), expected equal ones or none; "
         "without the tensor the target's are used"
     )
-    return [said] if differs else []
+    return [problem] if differs else []
 
 
 def verifier(name: str | None, architecture: str) -> dict[str, Any]:

@@ -59,11 +59,11 @@ class ModelConfig:
             for field, expected in cls.supported.items()
             if values.get(field, expected) != expected
         ]
-        said, values = values, cls.defaults | values
+        declared, values = values, cls.defaults | values
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         problems += [f"{field}: missing" for field in required if field not in values]
         default = cls.defaults.get("rope_theta", THETA)
-        theta, scaling = read_rope(said, problems, cls.scalings, default, partial=cls.partial_rotary)
+        theta, scaling = read_rope(declared, problems, cls.scalings, default, partial=cls.partial_rotary)
         own = cls.own(values, problems)
         scales = read_scales(values, problems, cls.packings)
         if problems:

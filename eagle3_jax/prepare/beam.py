@@ -165,14 +165,14 @@ def _read(section: PrepareConfig, block: Block) -> Iterator[reading.Record]:
 
 def _options(section: PrepareConfig) -> PipelineOptions:
     """Raises ValueError: Beam refuses them."""
-    said = io.StringIO()  # argparse says there what is wrong, and exits
+    printed = io.StringIO()  # argparse says there what is wrong, and exits
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             options = PipelineOptions(shlex.split(section.beam_options))
             options.get_all_options()
         beam.Pipeline(options=options)  # knows the runners
     except (ValueError, ImportError, SystemExit) as error:
-        reason = (said.getvalue() or str(error)).strip().splitlines()[-1]
+        reason = (printed.getvalue() or str(error)).strip().splitlines()[-1]
         raise ValueError(
             f"prepare.beam_options: got {section.beam_options!r} ({reason}), expected options of Apache Beam"
         ) from error
@@ -180,23 +180,23 @@ def _options(section: PrepareConfig) -> PipelineOptions:
 
 
 def _run(job: _Job, blocks: list[Block], build: Any) -> None:
-    """Runs a pipeline to its end. Raises ValueError: what a worker noted, or the last that Beam said."""
+    """Runs a pipeline to its end. Raises ValueError: what a worker noted, or the last line of Beam's error."""
     failures = disk.path_of(job.folder) / WORK / "failures"
     disk.remove_folder(failures)
-    said, cause = "", None
+    reason, cause = "", None
     try:
         pipeline = beam.Pipeline(options=_options(job.section))
         build(pipeline | "blocks" >> beam.Create(blocks) | beam.Reshuffle())
         state = pipeline.run().wait_until_finish()
         if str(state) != "DONE":
-            said = f"state {state}"
+            reason = f"state {state}"
     except Exception as error:  # of any kind: each runner has its own
-        said, cause = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__, error
-    if said:
+        reason, cause = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__, error
+    if reason:
         noted = [path for block in blocks if (path := job.work("failures", block.number)).exists()]
         if noted:
             raise ValueError(disk.read_json(noted[0])["error"]) from cause
-        raise ValueError(f"prepare.runner: beam did not finish: {said}") from cause
+        raise ValueError(f"prepare.runner: beam did not finish: {reason}") from cause
 
 
 _cleaner = functools.lru_cache(1)(Cleaner)  # one for each worker

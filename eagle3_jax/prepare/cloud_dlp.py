@@ -84,7 +84,7 @@ class CloudDlp:
         """Returns the findings of a request as (row, start, end, kind), and whether there are more."""
         rows = [{"values": [{"stringValue": text}]} for text in texts]
         body = {"item": {"table": {"headers": [{"name": "text"}], "rows": rows}}, "inspectConfig": self._how}
-        content, said = json.dumps(body, ensure_ascii=False).encode(), ""
+        content, reason = json.dumps(body, ensure_ascii=False).encode(), ""
         for attempt in range(_ATTEMPTS):
             headers, after = dict[str, str](), "0"
             self._authorise(headers)
@@ -93,17 +93,17 @@ class CloudDlp:
                 if answer.status_code == 200:
                     return _read(answer.content, texts)
             except httpx2.HTTPError as error:
-                said = f"got no answer ({error!r})"
+                reason = f"got no answer ({error!r})"
             except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-                said = f"got an answer without findings in the texts ({error!r})"
+                reason = f"got an answer without findings in the texts ({error!r})"
             else:
-                said = f"status {answer.status_code}: {' '.join(answer.text.split())[:300]}"
+                reason = f"status {answer.status_code}: {' '.join(answer.text.split())[:300]}"
                 if answer.status_code not in _BUSY:
-                    raise ValueError(f"prepare.cloud_dlp: {self._url}: {said}")
+                    raise ValueError(f"prepare.cloud_dlp: {self._url}: {reason}")
                 after = answer.headers.get("Retry-After", "0")
             if attempt < _ATTEMPTS - 1:
                 _pause(max(float(after) if after.isdigit() else 0.0, min(_REST * 2**attempt, _LONGEST_REST)))
-        raise ValueError(f"prepare.cloud_dlp: {self._url}: {_ATTEMPTS} attempts: {said}; run it again")
+        raise ValueError(f"prepare.cloud_dlp: {self._url}: {_ATTEMPTS} attempts: {reason}; run it again")
 
 
 def remembered(inspect: Inspect, path: disk.Path) -> Inspect:
@@ -137,8 +137,8 @@ def foretold(section: PrepareConfig) -> str:
     files = [s for s in section.sources if isinstance(s, reading.FileSource) and not s.path.endswith(".gz")]
     others = ", ".join(reading.label(source) for source in section.sources if source not in files)
     known = cost(sum(disk.size(disk.path_of(source.path)) for source in files))
-    said = f"Cloud DLP inspects at most {known} (the first GB of a month is free)"
-    return said + (f"; and for each thousand prompts of 1 KB of {others} {cost(1_000_000)}" if others else "")
+    estimate = f"Cloud DLP inspects at most {known} (the first GB of a month is free)"
+    return estimate + (f"; and for each thousand prompts of 1 KB of {others} {cost(1_000_000)}" if others else "")
 
 
 def _requests(texts: Sequence[str]) -> Iterator[list[_Piece]]:

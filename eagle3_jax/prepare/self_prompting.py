@@ -125,7 +125,7 @@ def _converse(
         for row in rows:
             talks[row].append({"role": role, "content": answers[row].text})
     users = [[message["content"] for message in talk if message["role"] == "user"] for talk in talks]
-    return [(said, first[row].finish_reason) for row, said in enumerate(users)]
+    return [(texts, first[row].finish_reason) for row, texts in enumerate(users)]
 
 
 def _system(source: SelfSource) -> list[dict[str, str]]:

@@ -163,7 +163,7 @@ def _finish(config: RunConfig, tokenizer: Any, folder: disk.Path, rate: float) -
                         keep(dialogue.conversation())
                     else:
                         reject({"split": split} | dialogue.reject())
-            results[split] = counts.said()
+            results[split] = counts.summary()
     if not results["train"]["conversations"]:
         raise ValueError(f"{config.folder('prepare')}: none of the prompts was answered: {results['train']['dropped']}")
     files = [*(f"{split}.jsonl" for split in SPLITS), REJECTS]

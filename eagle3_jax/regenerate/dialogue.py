@@ -217,7 +217,7 @@ class Counts:
     """What the manifest says of the dialogues of a split."""
 
     def __init__(self) -> None:
-        self._said = collections.Counter(prompts=0, conversations=0, answers=0, tokens=0, without_ids=0)
+        self._totals = collections.Counter(prompts=0, conversations=0, answers=0, tokens=0, without_ids=0)
         self._ended, self._dropped, self._servers = (collections.Counter[str | None]() for _ in range(3))
         # Answers of each category, by the least power of two that is no less than their tokens.
         self._lengths: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -226,18 +226,18 @@ class Counts:
         """Counts one that has ended. Those with no answer at all are not conversations."""
         kept = dialogue.is_conversation
         (self._ended if kept else self._dropped)[dialogue.end] += 1
-        self._said.update(prompts=1, conversations=int(kept))
+        self._totals.update(prompts=1, conversations=int(kept))
         for answer in dialogue.answers:
             count = len(answer.token_ids or ())
-            self._said.update(answers=1, tokens=count, without_ids=int(answer.token_ids is None))
+            self._totals.update(answers=1, tokens=count, without_ids=int(answer.token_ids is None))
             if answer.server:
                 self._servers[answer.server] += 1
             if count:
                 self._lengths[dialogue.prompt["category"]][str(1 << (count - 1).bit_length())] += 1
 
-    def said(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """The counts; where servers answered, how often each did, and how many answers came without token ids."""
-        found: dict[str, Any] = dict(self._said)
+        found: dict[str, Any] = dict(self._totals)
         without_ids, given = found.pop("without_ids"), self._ended["given"]
         found["answered_by"] = {"target": found["conversations"] - given, "given": given}
         found["answer_lengths"] = {category: dict(lengths) for category, lengths in self._lengths.items()}

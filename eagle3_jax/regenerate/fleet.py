@@ -43,8 +43,8 @@ class _Asked:
         ids: of the turn's prompt.
         failed_at: URLs of servers that failed at this turn. attempts: how often they had begun.
         blamed: those of them that are likely to be the prompt's fault, since the server was well before.
-        turned_away: how often a server whose probe was well said that it was busy. since: when it first did.
-        why: what the last server said.
+        turned_away: how often a server whose probe was well reported that it was busy. since: the first time.
+        why: the reason of the last server that failed.
     """
 
     dialogue: Dialogue

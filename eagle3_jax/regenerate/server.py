@@ -122,15 +122,15 @@ class Server:
         body = {"messages": dialogue.history(), **sampling, **self._dialect}
         tools = {"tools": tools} if (tools := dialogue.prompt.get("tools")) else {}
         try:
-            said = await self._chat(body | tools)
+            reply = await self._chat(body | tools)
         except Refused:
             if not tools:
                 raise
             # A server that reads no calls out of a text may render tools all the same.
-            said = await self._chat(body | tools | {"tool_choice": "none"})
-        if difference := self._other_prompt(said, ids):
+            reply = await self._chat(body | tools | {"tool_choice": "none"})
+        if difference := self._other_prompt(reply, ids):
             raise Refused(difference)
-        return self._answer(said, dialogue.prompt["id"], dialogue.turn)
+        return self._answer(reply, dialogue.prompt["id"], dialogue.turn)
 
     async def _check_model(self) -> None:
         listed = await self._request("GET", "/models")
@@ -157,23 +157,25 @@ class Server:
             if difference is not None and not dialect:
                 break  # whose ids differ may have as many
             try:
-                said = await self._chat({"messages": PROBE, "temperature": 0.0, "max_tokens": _PROBE_TOKENS, **dialect})
+                reply = await self._chat(
+                    {"messages": PROBE, "temperature": 0.0, "max_tokens": _PROBE_TOKENS, **dialect}
+                )
             except Refused:
                 if not dialect:
                     raise
                 continue  # OpenAI's API refuses what it does not know
-            if (difference := self._other_prompt(said, ids)) is None:
-                self._answer(said)
+            if (difference := self._other_prompt(reply, ids)) is None:
+                self._answer(reply)
                 self._dialect = dialect
                 return
         raise Differs(difference)
 
-    def _other_prompt(self, said: _Body, ids: Sequence[int]) -> str | None:
+    def _other_prompt(self, reply: _Body, ids: Sequence[int]) -> str | None:
         """Says how the server's prompt differs from the target's, by its ids or else by their number."""
-        got = said.choices[0].prompt_token_ids or said.prompt_token_ids
+        got = reply.choices[0].prompt_token_ids or reply.prompt_token_ids
         hint = "expected the target's tokenizer and chat template"
         if got is None:
-            counted = said.usage.prompt_tokens if said.usage else None
+            counted = reply.usage.prompt_tokens if reply.usage else None
             if counted in (None, len(ids)):
                 return None
             return f"prompt: got {counted} tokens where the target has {len(ids)}, {hint}"
@@ -184,9 +186,9 @@ class Server:
         found, wanted = (reprlib.repr(self._tokenizer.decode(list(x[place : place + 8]))) for x in (got, ids))
         return f"prompt: got {found} at token {place} where the target has {wanted}, {hint}"
 
-    def _answer(self, said: _Body, name: str = "", turn: int = 0) -> Answer:
+    def _answer(self, reply: _Body, name: str = "", turn: int = 0) -> Answer:
         """Checks an answer. Raises Trouble: it is cut. Refused: it cannot be trained on."""
-        message, ids, reason = said.choices[0].message, said.choices[0].token_ids, said.choices[0].finish_reason
+        message, ids, reason = reply.choices[0].message, reply.choices[0].token_ids, reply.choices[0].finish_reason
         text, reasoning = message.content or "", message.reasoning_content or message.reasoning or ""
         if reason == "content_filter":
             raise Refused("answer: the server's filter withheld it")

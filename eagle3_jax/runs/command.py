@@ -44,7 +44,7 @@ def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> It
     _asked, _came_to_stop_points = None, False
     prefix = f"eagle3_jax.{verb}: "
 
-    def said() -> str:
+    def stop_message() -> str:
         again = "" if resumes is None else f"; run it again, and it {'goes on from here' if resumes else 'begins anew'}"
         return f"{prefix}stopped by {'Ctrl-C' if _asked == signal.SIGINT else 'SIGTERM'}{again}"
 
@@ -52,8 +52,8 @@ def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> It
         global _asked
         before, _asked = _asked, signal.Signals(number)
         if before is not None or not _came_to_stop_points:
-            watchdog.end_all(said(), stopped)
-            _end(said(), _asked, stopped)
+            watchdog.end_all(stop_message(), stopped)
+            _end(stop_message(), _asked, stopped)
         if _asked == signal.SIGINT and resumes is not None:
             write(f"{prefix}stops as soon as what it did is on disk; Ctrl-C again ends it at once")
 
@@ -69,10 +69,10 @@ def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> It
         processes.leave()
         _came_to_stop_points = True  # no work is left to stop
     except Stopped:
-        watchdog.end_all(said(), stopped)
+        watchdog.end_all(stop_message(), stopped)
         if _asked is not None:
-            _end(said(), _asked, stopped)
-        print(said(), file=sys.stderr)  # another process of the run was asked
+            _end(stop_message(), _asked, stopped)
+        print(stop_message(), file=sys.stderr)  # another process of the run was asked
         sys.exit(stopped)
     except (ValueError, OSError) as error:
         message = f"{prefix}{sentence(error)}"
@@ -85,7 +85,7 @@ def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> It
         signal.signal(signal.SIGINT, at_ctrl_c)
 
 
-def _end(said: str, asked: signal.Signals, status: int) -> NoReturn:
+def _end(message: str, asked: signal.Signals, status: int) -> NoReturn:
     """Ends the process without Python's finalisation and C's static destructors: both crash threads that compile.
 
     Of 20 processes with one compiling thread each, `sys.exit` ended 20 by SIGABRT, C's `exit` alone 2 by SIGSEGV,
@@ -94,7 +94,7 @@ def _end(said: str, asked: signal.Signals, status: int) -> NoReturn:
     with contextlib.suppress(OSError, RuntimeError):  # a closed pipe, or a signal in the middle of a flush
         sys.stdout.flush()
         sys.stderr.flush()
-    write(said)
+    write(message)
     if asked == signal.SIGINT and status:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -35,9 +35,9 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     def format_help(self) -> str:
-        said = "The run's YAML holds these fields, or they are given here; the defaults hold where neither names one. "
-        said += "Fields of other sections are taken too. Lists of sources and of trees stand in the YAML alone."
-        fields = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, description=said)
+        about = "The run's YAML holds these fields, or they are given here; the defaults hold where neither names one. "
+        about += "Fields of other sections are taken too. Lists of sources and of trees stand in the YAML alone."
+        fields = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, description=about)
         flags.add_to_help(fields, self.sections)
         return f"{super().format_help()}\n{fields.format_help()}"
 
@@ -53,7 +53,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--write-target", metavar="DIR", help="a new folder, in Hugging Face's form")
     hub = parser.add_argument_group("publish the exported head with a model card")
     hub.add_argument("--push-to-hub", metavar="USER/NAME", help="repository of the hub")
-    hub.add_argument("--upload", action="store_true", help="do it; without, only what would be done is said")
+    hub.add_argument("--upload", action="store_true", help="do it; without, only print what would be done")
     convert = parser.add_argument_group("bring a head of any form into another; without --config")
     convert.add_argument("--from", metavar="DIR", help="folder of the head")
     convert.add_argument("--to", nargs=2, metavar=("FORM", "DIR"), help="form and new folder")
@@ -132,8 +132,8 @@ def parser_of(verb: str) -> Parser:
     """Builds the verb's parser; the arguments it does not know are overrides of the config."""
     known = VERBS[verb]
     parser = Parser(verb, known.says, known.sections)
-    said = "YAML run file, see configs/" + "; or name a --target, for this package's head" * known.alone
-    parser.add_argument("--config", required=not known.alone, metavar="FILE", help=said)
+    text = "YAML run file, see configs/" + "; or name a --target, for this package's head" * known.alone
+    parser.add_argument("--config", required=not known.alone, metavar="FILE", help=text)
     if known.alone:
         parser.add_argument("--target", metavar="NAME", help="target.name")
         parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)

@@ -91,14 +91,14 @@ def agree(compute: Callable[[], Any]) -> Any:
     key = _run.next_key("agreed")
     if _run.index == _run.members[0]:
         try:
-            said = json.dumps({"value": compute()})
+            text = json.dumps({"value": compute()})
         except (ValueError, OSError) as error:
             _run.client.key_value_set(key, json.dumps({"refused": str(error)}))
             raise
-        _run.client.key_value_set(key, said)
+        _run.client.key_value_set(key, text)
     else:
-        said = _get(_run.client, key)
-    answer = json.loads(said)
+        text = _get(_run.client, key)
+    answer = json.loads(text)
     if "refused" in answer:
         raise Refused(answer["refused"])
     return answer["value"]

@@ -28,11 +28,11 @@ def shown(items: Sequence[T], name: str, unit: str, progress: Progress) -> Itera
         yield from tqdm(items, desc=name, unit=unit, disable=not progress or processes.index() > 0)
         return
     tell = progress if callable(progress) else processes.say
-    said = float("-inf") if callable(progress) else time.monotonic()
+    shown_at = float("-inf") if callable(progress) else time.monotonic()
     for number, item in enumerate(items):
-        if time.monotonic() - said >= _SECONDS:
+        if time.monotonic() - shown_at >= _SECONDS:
             tell(f"{name}: {number} of {len(items)} {unit}s")
-            said = time.monotonic()
+            shown_at = time.monotonic()
         yield item
 
 

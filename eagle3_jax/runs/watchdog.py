@@ -34,9 +34,9 @@ class _Watch:
         self.over = threading.Event()  # set when the work of all is done
         self.thread = threading.Thread(target=_watch, args=(self, run, prefix), name="watches the processes")
         self.thread.daemon = True
-        said = f"process {run.index} of {run.count} was killed, or JAX ended it as another one is gone"
+        cause = f"process {run.index} of {run.count} was killed, or JAX ended it as another one is gone"
         self.child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CHILD, f"{prefix}{said}; {_AGAIN}"],
+            [sys.executable, "-I", "-S", "-c", _CHILD, f"{prefix}{cause}; {_AGAIN}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,

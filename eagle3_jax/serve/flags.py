@@ -67,9 +67,9 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
 
     Exits with status 2 and a sentence when they are refused.
     """
-    said = "A server of OpenAI's API over the engine, such as --target smollm2-135m-instruct --port 8000. Other "
-    said += f"servers' names of the fields below work too: {', '.join(flag for flag in _FLAGS if flag not in _SHOWN)}."
-    parser = Parser("serve", said, ("target", "mesh", "serve"))
+    about = "A server of OpenAI's API over the engine, such as --target smollm2-135m-instruct --port 8000. Other "
+    about += f"servers' names of the fields below work too: {', '.join(flag for flag in _FLAGS if flag not in _SHOWN)}."
+    parser = Parser("serve", about, ("target", "mesh", "serve"))
     parser.add_argument("--config", help="YAML run file, see configs/; or name a --target")
     for flag, field in _FLAGS.items():
         text = f"{_SHOWN[flag]} ({field})" if flag in _SHOWN else argparse.SUPPRESS

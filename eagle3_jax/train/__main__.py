@@ -222,8 +222,8 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
                     if not done and not summary and not found["positions"]:
                         why = f", or the target's best token is never among the {config.draft.vocab_size} of the draft "
                         why = f"{why}vocabulary (train.argmax_mask)" * run.argmax_mask
-                        said = f"train, the first {end} batches: got no position that trains, expected some; no answer"
-                        raise ValueError(f"{said} has a token that the loss mask counts{why}")
+                        problem = f"train, the first {end} batches: got no position that trains, expected some; no"
+                        raise ValueError(f"{problem} answer has a token that the loss mask counts{why}")
                     summary, first, passed = found, end, count * step_seconds
                     tokens, seconds = tokens + summary["tokens"], seconds + passed
                     rate = summary["tokens"] / passed

@@ -153,8 +153,8 @@ class Checkpoints:
         for name in checked:
             expected, got = jax.device_get((found[f"{name}_checksums"], _checksums(found[name])))
             if altered := [leaf for leaf in got if got[leaf] != expected[leaf]]:
-                said = f"{name}: {', '.join(altered)}: altered since it was written; remove it"
-                raise CheckpointError(f"{folder}: {said}")
+                problem = f"{name}: {', '.join(altered)}: altered since it was written; remove it"
+                raise CheckpointError(f"{folder}: {problem}")
         return step, found
 
     def _check_shapes(self, step: int, parts: dict[str, dict[str, jax.ShapeDtypeStruct]]) -> None:

@@ -39,11 +39,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
-        said = [{"delta": {"content": body["messages"][-1]["content"].split()[0]}}]
+        choices = [{"delta": {"content": body["messages"][-1]["content"].split()[0]}}]
         usages = [{"prompt_tokens": 3, "completion_tokens": count} for count in range(2, TOKENS + 1, 2)]
-        events = [{"choices": said, "usage": usage} for usage in usages]
+        events = [{"choices": choices, "usage": usage} for usage in usages]
         if self.key is not None:
-            events = [{"choices": said, "usage": None}, {"choices": [], "usage": usages[-1]}]
+            events = [{"choices": choices, "usage": None}, {"choices": [], "usage": usages[-1]}]
         self._send("text/event-stream", b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
 
     def _send(self, kind: str, body: bytes) -> None:
@@ -192,12 +192,12 @@ def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, par
     levels = json.loads((folder / "serve.json").read_text())["ways"]["strict"]["levels"]
     assert [level["tokens"] for level in levels] == [TOKENS * n for n in (4, 6, 4)]
     assert not [file for file in folder.iterdir() if "s3cret" in file.read_text()]
-    for key, said in (
+    for key, message in (
         ("other=THEIR_KEY", "--compare-key: got the name other, expected one of --compare"),
         ("strict=NO_KEY", "--compare-key: got no NO_KEY in the environment"),
         ("strict", "--compare-key: got strict, expected NAME=VARIABLE"),
     ):
-        with pytest.raises(SystemExit, match=said):
+        with pytest.raises(SystemExit, match=message):
             benchmark.main(["serve", "--compare-key", key, *words])
 
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, c
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_is_said_before_any_is_measured(traffic_config, prompts, monkeypatch):
+def test_a_server_that_is_not_there_is_reported_before_any_is_measured(traffic_config, prompts, monkeypatch):
     class Begun(Exception): ...
 
     def begin(*_: Any) -> None:

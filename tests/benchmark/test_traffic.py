@@ -95,7 +95,7 @@ def test_line_breaks_of_unicode_are_text():
 
 
 @pytest.mark.parametrize(
-    ("events", "status", "said"),
+    ("events", "status", "message"),
     [
         ([b"data: <html>\n\n"], 200, "JSONDecodeError"),
         ([b"too many"], 429, "429: too many"),
@@ -104,9 +104,9 @@ def test_line_breaks_of_unicode_are_text():
         ([event("a", None), last(None)], 200, "without tokens or without usage"),
     ],
 )
-def test_no_answer_is_no_timing(events, status, said):
+def test_no_answer_is_no_timing(events, status, message):
     found, _ = asked(*events, status=status)
-    assert said in str(found.error) and not found.tokens
+    assert message in str(found.error) and not found.tokens
 
 
 def test_a_closed_loop_keeps_all_clients_busy_and_the_order():

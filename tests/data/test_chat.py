@@ -122,7 +122,7 @@ def tokenizer_with(template: str, kind: str = "byte_level"):
     return tokenizer
 
 
-def said(tokenizer, ids, mask) -> list[str]:
+def spans(tokenizer, ids, mask) -> list[str]:
     """The text of each run of marked tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
     return [tokenizer.decode(ids[a:b], skip_special_tokens=False) for a, b in edges.reshape(-1, 2)]
@@ -135,7 +135,7 @@ def test_marks_exactly_what_the_assistant_says(name):
     ids, mask = chat.encode(tokenizer, MULTI)
     answers = [message["content"] for message in MULTI if message["role"] == "assistant"]
     lead = " " if name == "llama2" else ""
-    found = said(tokenizer, ids, mask)
+    found = spans(tokenizer, ids, mask)
     assert [text.removeprefix(lead) for text in found] == [answer + ending for answer in answers]
     assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.apply_chat_template(MULTI, tokenize=False)
     assert (ids.dtype, mask.dtype, set(mask.tolist())) == (np.int32, np.uint8, {0, 1})
@@ -155,7 +155,7 @@ def test_metaspace_tokenizer(name):
     tokenizer = tokenizer_with(template, "metaspace")
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "It scatters light."}] * 2
     ids, mask = chat.encode(tokenizer, messages)
-    assert [text.replace(" ", "") for text in said(tokenizer, ids, mask)] == ["Itscatterslight." + ending.strip()] * 2
+    assert [text.replace(" ", "") for text in spans(tokenizer, ids, mask)] == ["Itscatterslight." + ending.strip()] * 2
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "plain"])
@@ -181,7 +181,7 @@ def test_any_text(texts, name):
     ending = TEMPLATES[name][1]
     lead = " " if name == "llama2" else ""
     answers = [lead + message["content"] + ending for message in messages if message["role"] == "assistant"]
-    assert said(tokenizer, ids, mask) == answers
+    assert spans(tokenizer, ids, mask) == answers
 
 
 @pytest.mark.parametrize(

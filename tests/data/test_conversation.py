@@ -128,27 +128,27 @@ def _history(answer: str, opening: str) -> str:
     return f"{{% for m in messages %}}{one}{{% endfor %}}{{% if add_generation_prompt %}}{opening}{{% endif %}}"
 
 
-SAID = "m.content.split('</think>')[-1]"
+ANSWER = "m.content.split('</think>')[-1]"
 MOVED = (  # as Qwen 3's: the thoughts of a content are those of the field
     "{% set thoughts = m.reasoning_content or (m.content.split('</think>')[0].split('<think>')[-1].strip('\n')"
     " if '</think>' in m.content else '') %}"
-    "<A>{% if loop.last %}<think>\n{{ thoughts }}\n</think>\n\n{% endif %}{{ SAID.lstrip('\n') }}<E>"
-).replace("SAID", SAID)
+    "<A>{% if loop.last %}<think>\n{{ thoughts }}\n</think>\n\n{% endif %}{{ ANSWER.lstrip('\n') }}<E>"
+).replace("ANSWER", ANSWER)
 # What the templates of these models do with thoughts, and what is learned of two answers that have some in their
 # content, with and without "<think>", and as `reasoning_content`.
 THINKERS = {
     "deepseek-r1": (  # no thoughts at all
-        _history(f"<A>{{{{ {SAID} }}}}<E>", "<A><think>\n"),
+        _history(f"<A>{{{{ {ANSWER} }}}}<E>", "<A><think>\n"),
         [["\n\nfive<E>", "yes<E>"]],
         [["five<E>", "yes<E>"]],
     ),
     "deepseek-v3.1": (
-        _history(f"<A></think>{{{{ {SAID} }}}}<E>", "<A></think>"),
+        _history(f"<A></think>{{{{ {ANSWER} }}}}<E>", "<A></think>"),
         [["\n\nfive<E>", "yes<E>"]],
         [["five<E>", "yes<E>"]],
     ),
     "qwq": (  # the last answer as it stands
-        _history(f"<A>{{{{ m.content if loop.last else {SAID}.lstrip('\n') }}}}<E>", "<A><think>\n"),
+        _history(f"<A>{{{{ m.content if loop.last else {ANSWER}.lstrip('\n') }}}}<E>", "<A><think>\n"),
         [["a sum\n</think>\n\nfive<E>"], ["checked</think>yes<E>"]],
         [["five<E>", "yes<E>"]],
     ),

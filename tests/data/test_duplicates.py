@@ -17,12 +17,12 @@ def system(text: str) -> list[dict[str, str]]:
 
 
 def found(*prompts: str | list[dict[str, str]], near: float = 0.8) -> list[str | None]:
-    """What is said of the prompts in turn; a text is the user's."""
-    duplicates, said = Duplicates(near), []
+    """The reason to drop each prompt in turn, or None; a text is the user's."""
+    duplicates, reasons = Duplicates(near), []
     for prompt in prompts:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said.append(duplicates.check(filters.content_hash(messages), lambda: signature(messages, near)))  # noqa: B023
-    return said
+        reasons.append(duplicates.check(filters.content_hash(messages), lambda: signature(messages, near)))  # noqa: B023
+    return reasons
 
 
 def test_exact_and_near_duplicates():

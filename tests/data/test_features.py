@@ -1,4 +1,4 @@
-"""Feature records and shards: round trip, random access, pickling, and what is said about broken files."""
+"""Feature records and shards: round trip, random access, pickling, and the errors of broken files."""
 
 import os
 import pickle

@@ -173,7 +173,7 @@ def test_a_slow_store_keeps_up_with_the_step(workers):
 
 
 @pytest.mark.slow
-def test_what_a_worker_cannot_read_is_said_here(folder):
+def test_what_a_worker_cannot_read_is_reported_here(folder):
     path = features.shard_path(folder, 3, 20)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -160,11 +160,11 @@ def conversations(tmp_path, *lines: object) -> list:
 def test_conversations_keep_the_answers(tmp_path):
     """Letter by letter, up to the last one; either field says that it was cut off."""
     plain = {"messages": [{"role": "user", "content": " A\r\n"}, {"role": "assistant", "content": " B\r\n"}]}
-    said = [("system", "Be brief."), ("human", "A"), ("gpt", "B"), ("human", "C"), ("gpt", "D"), ("human", "no more")]
-    long = {"conversations": [{"from": role, "value": text} for role, text in said], "finish_reason": "length"}
+    talk = [("system", "Be brief."), ("human", "A"), ("gpt", "B"), ("human", "C"), ("gpt", "D"), ("human", "no more")]
+    long = {"conversations": [{"from": role, "value": text} for role, text in talk], "finish_reason": "length"}
     first, second, third = conversations(tmp_path, plain, long, plain | {"truncated": True})
     assert [message["content"] for message in first["messages"]] == ["A", " B\r\n"]
-    assert [message["content"] for message in second["messages"]] == [text for _, text in said[:-1]]
+    assert [message["content"] for message in second["messages"]] == [text for _, text in talk[:-1]]
     assert [message["role"] for message in second["messages"]] == ["system", *["user", "assistant"] * 2]
     assert (first["category"], first["id"]) == ("conversations", "conversations:answered.jsonl:1")
     assert [found["truncated"] for found in (first, second, third)] == [False, True, True]

@@ -80,8 +80,8 @@ def test_the_first_answer_says_that_it_compiles_and_the_next_one_nothing(toy, mo
     engine = make(toy)
     for expected in (["prefill", "decode"], []):
         engine.generate([PROMPTS[0]])
-        said = capsys.readouterr().err
-        assert re.findall(r"^eagle3_jax: compiling (\w+) \(first call\): \d+ s$", said, re.MULTILINE) == expected
+        printed = capsys.readouterr().err
+        assert re.findall(r"^eagle3_jax: compiling (\w+) \(first call\): \d+ s$", printed, re.MULTILINE) == expected
 
 
 @pytest.mark.slow

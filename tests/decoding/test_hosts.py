@@ -101,7 +101,7 @@ def test_a_process_that_is_lost_ends_requests_with_an_error(toy, lines, end, mon
         threading.Thread(target=lambda: (request.result(), failed.set()), daemon=True).start()
         assert failed.wait(20)
         assert request.output is not None and request.output.finish_reason == "error"
-        said = f"process 1 of 2, on host elsewhere, {end}; start all again"
-        assert request.output.error == f"HostLost: {said}" and [str(error) for error in lost] == [said]
+        message = f"process 1 of 2, on host elsewhere, {end}; start all again"
+        assert request.output.error == f"HostLost: {message}" and [str(error) for error in lost] == [message]
         with pytest.raises(HostLost, match="on host elsewhere"):
             engine.submit("hello")

@@ -113,8 +113,8 @@ def fallback() -> Any:
 
 @examples(100)
 @given(st.lists(st.one_of(st.sampled_from("éあ🙂 "), st.sampled_from([0xC3, 0xF0, 1, 258, 259]))), st.data())
-def test_a_run_of_bytes_is_the_same_wherever_it_is_cut(fallback, said, data):
-    runs = [[2 + byte for byte in x.encode()] if isinstance(x, str) else [x] for x in said]
+def test_a_run_of_bytes_is_the_same_wherever_it_is_cut(fallback, parts, data):
+    runs = [[2 + byte for byte in x.encode()] if isinstance(x, str) else [x] for x in parts]
     ids = list(itertools.chain.from_iterable(runs))
     ids = ids[: data.draw(st.integers(0, len(ids)))]
     joined = "".join(in_pieces(fallback, ids, data.draw(st.lists(st.integers(1, 5), max_size=20))))
@@ -165,8 +165,8 @@ def answer(tokenizer: Any, ids: list[int], **params: Any) -> tuple[Output, str]:
 @pytest.mark.parametrize("stop", [(), ("never",)])
 @pytest.mark.parametrize("missing", [0, 1, 2, 3])
 def test_of_an_answer_that_is_cut_in_a_character_all_others_stay(fallback, stop, missing):
-    said = "አማርኛ🙂".encode()
-    ids = [258, *(2 + byte for byte in said[: len(said) - missing])]
+    text = "አማርኛ🙂".encode()
+    ids = [258, *(2 + byte for byte in text[: len(text) - missing])]
     output, streamed = answer(fallback, ids, stop=stop)
     assert output.text == streamed == ("okአማርኛ" if missing else "okአማርኛ🙂")
     assert output.finish_reason == "length"
@@ -196,7 +196,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said", "answer", "reasoning"),
+    ("prompt", "generated", "answer", "reasoning"),
     [
         (OPENING, THOUGHT + ANSWER, "Hello, Zoë!", "They greet."),
         (OPENING, THOUGHT + TOOL + ANSWER, "Hello, Zoë!", "They greet.{}"),
@@ -206,8 +206,8 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
         ("Once upon", " a time", " a time", ""),
     ],
 )
-def test_tokens_are_sorted_by_channel_wherever_they_are_cut(tokenizer, prompt, said, answer, reasoning):
-    ids = ids_of(tokenizer, said)
+def test_tokens_are_sorted_by_channel_wherever_they_are_cut(tokenizer, prompt, generated, answer, reasoning):
+    ids = ids_of(tokenizer, generated)
     for size in (1, 3, len(ids)):
         channels, got = Channels(tokenizer, ids_of(tokenizer, prompt)), ([], [])
         for start in range(0, len(ids), size):

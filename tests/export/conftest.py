@@ -16,7 +16,7 @@ from eagle3_jax.runs import disk
 @pytest.fixture(scope="module")
 def plain_answers_once() -> Iterator[None]:
     """Asks vLLM without a head once for each request: its answers do not depend on the head that is checked."""
-    ask, said = check.vllm_answers, {}
+    ask, known = check.vllm_answers, {}
 
     def answers(python: Any, request: dict[str, Any]) -> dict[str, Any]:
         if request["draft"] is not None:
@@ -24,9 +24,9 @@ def plain_answers_once() -> Iterator[None]:
         weights = disk.digest(pathlib.Path(request["target"], "model.safetensors"))  # of copies of one folder
         of_heads = dict.fromkeys(("method", "algorithm", "refused_on_cpu"))
         key = json.dumps(request | of_heads | {"target": weights})
-        if key not in said:
-            said[key] = ask(python, request)
-        return said[key]
+        if key not in known:
+            known[key] = ask(python, request)
+        return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "vllm_answers", answers)

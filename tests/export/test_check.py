@@ -131,9 +131,9 @@ def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
         assert pathlib.Path(untrained.run_dir, "check/vllm.json").exists()
     bfloat16 = dataclasses.replace(untrained, target=dataclasses.replace(untrained.target, dtype="bfloat16"))
     report = check.run(bfloat16, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast | {"rounds": rounds + 1}))
-    said = f"vllm: rounds: got {rounds + 1}, expected {rounds}"
-    assert report["differences"] == [said]
-    end = ["bfloat16: only float32 is required to be equal; differences: 1", f"  {said}"]
+    difference = f"vllm: rounds: got {rounds + 1}, expected {rounds}"
+    assert report["differences"] == [difference]
+    end = ["bfloat16: only float32 is required to be equal; differences: 1", f"  {difference}"]
     assert check.table(report).splitlines()[-2:] == end
     with pytest.raises(check.CheckError, match="plain greedy answers are others than this package's"):
         check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain | {"answers": other}, fast))

@@ -134,12 +134,12 @@ def test_a_head_of_another_architecture(trained, vllm, fields, tmp_path):
     """The trained weights drafting worse than they could: other counters, and both must have these."""
     export.convert(trained.folder("export"), "vllm", tmp_path / "vllm")
     head = bare(tmp_path / "vllm", tmp_path / "head")
-    tensors, said = tiny_heads.read(head)
+    tensors, config = tiny_heads.read(head)
     if "norm_before_fc" in fields:
         width = tensors["fc.weight"].shape[1]
         tiny_heads.alter(head, {"input_norm.weight": np.linspace(0.5, 2, width, dtype=np.float32)})
     elif "norm_before_residual" not in fields:  # RoPE, in both spellings
-        rope = said["rope_parameters"] | fields
+        rope = config["rope_parameters"] | fields
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         scaled = scaling if scaling["rope_type"] != "default" else None
         fields = {"rope_parameters": rope, "rope_scaling": scaled, "rope_theta": rope["rope_theta"]}

@@ -158,16 +158,16 @@ def test_another_vocabulary_is_not_mixed_in(config: RunConfig, target: Target) -
 
 @pytest.mark.slow
 def test_the_form_that_names_the_target_names_it_as_engines_do(config: RunConfig, target: Target, capsys: Any) -> None:
-    """The hub's id, without the commit; of the packaged target, which no engine knows, that is said."""
+    """The hub's id, without the commit; a warning names the packaged target, which no engine knows."""
     own = dataclasses.replace(config.export, format="speculators")
-    for name, said in (("org/model", False), ("smollm2-135m-instruct", True)):
+    for name, warned in (("org/model", False), ("smollm2-135m-instruct", True)):
         export.run(
             dataclasses.replace(config, export=own), dataclasses.replace(target, identity=IDENTITY | {"name": name})
         )
         written = json.loads((config.folder("export") / "config.json").read_text())
         assert written["speculators_config"]["verifier"]["name_or_path"] == name
         words = "'smollm2-135m-instruct', which vLLM cannot find: `vllm serve` needs"
-        assert (words in capsys.readouterr().err) == said
+        assert (words in capsys.readouterr().err) == warned
         shutil.rmtree(config.folder("export"))
     with pytest.raises(ConfigError, match=r"export.format"):
         run_file.from_dict(run_file.to_dict(config) | {"export": {"format": "gguf"}})
@@ -225,8 +225,8 @@ def test_a_head_is_converted_without_its_target_and_keeps_to_it(
         leaves(load_draft(source, target=TARGET)), leaves(load_draft(folder, target=TARGET)), strict=True
     ):
         np.testing.assert_array_equal(one, other)
-    said = json.loads((folder / "config.json").read_text())
-    assert said["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    written = json.loads((folder / "config.json").read_text())
+    assert written["speculators_config"]["verifier"]["name_or_path"] == "org/target"
     other = dataclasses.replace(target, identity=IDENTITY | {"tokenizer": "0" * 64})
     with pytest.raises(manifest.ManifestError, match=r"target\.tokenizer: found"):
         load_draft(folder, target=other)
@@ -269,8 +269,8 @@ def test_a_conversion_that_cannot_be_is_one_sentence_and_leaves_nothing(
 def test_help_behind_another_way_names_its_flags(capsys, way, flags):
     with pytest.raises(SystemExit):
         export.main([*way, "--help"])
-    said = capsys.readouterr().out
-    assert all(flag in said for flag in [*way[:1], *flags])
+    printed = capsys.readouterr().out
+    assert all(flag in printed for flag in [*way[:1], *flags])
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def chain(config: RunConfig) -> dict[str, Any]:
 
 
 def card(config: RunConfig, **evaluations: dict[str, Any]) -> str:
-    """What is said once `report` has put these evaluations together."""
+    """The model card once `report` has put these evaluations together."""
     for path in config.folder("evaluate").glob("*.json"):
         path.unlink()
     for name, evaluation in evaluations.items():
@@ -80,13 +80,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 
 def test_a_head_is_uploaded_in_one_commit_with_its_card(config, hub):
-    said = publish.push(config, "me/head", upload=True)
+    message = publish.push(config, "me/head", upload=True)
     (_, exist_ok), (repository, added) = hub
     assert (repository, exist_ok) == ("me/head", True)
     assert sorted(added) == ["README.md", "config.json", "manifest.json", "model.safetensors"]
     assert pathlib.Path(added["model.safetensors"]) == config.folder("export") / "model.safetensors"
     text = added["README.md"].decode()
-    assert text in said
+    assert text in message
     card = ModelCard(text)
     assert card.data.to_dict()["library_name"] == "eagle3_jax" and card.data.to_dict()["license"] == "apache-2.0"
     assert "base_model" not in card.data.to_dict()  # a folder, which no one else has
@@ -102,13 +102,13 @@ def test_the_card_lists_sources_with_their_licences_and_what_others_answered(con
     learned["provenance"] = {"tfds:b": {"unstated": 7}, "jsonl:a": {"mit": 1234, "cc-by-4.0": 5}}
     ours = "- 1,200 conversations, 4,567 answered tokens, the target's own."
     others = "- 300 conversations given, answered elsewhere; whether by this target was not checked."
-    for target, given, said in ((1200, 300, [ours, others]), (1200, 0, [ours]), (0, 300, [others])):
+    for target, given, counts in ((1200, 300, [ours, others]), (1200, 0, [ours]), (0, 300, [others])):
         answered = {"answered_by": {"target": target, "given": given}, "tokens": 4567}
         found["stages"]["regenerate"]["results"]["train"] |= answered
         path.write_text(json.dumps(found))
         lines = publish.push(config, "me/head", upload=False).splitlines()
         assert [line for line in lines if line.startswith("- ") and "conversations" in line] == [
-            *said,
+            *counts,
             "- Source jsonl:a, licence cc-by-4.0: 5 conversations.",
             "- Source jsonl:a, licence mit: 1,234 conversations.",
             "- Source tfds:b, licence unstated: 7 conversations.",
@@ -131,8 +131,8 @@ def test_a_block_head_s_card_says_its_kind_its_block_and_its_flags(config, chain
     assert "ttt_steps" not in card(config, own=own)
     publish.push(config, "me/head", upload=True)
     _, (_, added) = hub
-    said = ModelCard(added["README.md"].decode())
-    assert said.data.to_dict()["tags"][0] == "dflash"
+    model_card = ModelCard(added["README.md"].decode())
+    assert model_card.data.to_dict()["tags"][0] == "dflash"
     for words in (
         "# DFlash draft head for ",
         "`block_size` 4.",
@@ -144,7 +144,7 @@ def test_a_block_head_s_card_says_its_kind_its_block_and_its_flags(config, chain
         "anchors 256, block_weights d-pace",
         "| odd |",
     ):
-        assert words in said.text, words
+        assert words in model_card.text, words
 
 
 def test_every_evaluation_is_of_the_head_that_is_pushed_or_of_none_and_says_its_own_settings(config, chain):
@@ -157,14 +157,14 @@ def test_every_evaluation_is_of_the_head_that_is_pushed_or_of_none_and_says_its_
         card(config, copied=lookup)
     nothing: dict[str, Any] = {"tau": None, "alpha": [None], "speedup": None}
     chain["categories"]["odd"] |= nothing
-    said = card(config, copied=lookup, own=chain)
-    assert "copied (not this head: lookup), {" in said and "temperature 0.5, 7 tokens, batch 4" in said
-    assert "own, {" in said and "temperature 0.0, 96 tokens, batch 1" in said
-    assert '"num_speculative_tokens": 3' in said, "the head's own depth"
-    assert "| odd | - | - | - |" in said and "\nHeld-out prompts." in said
+    text = card(config, copied=lookup, own=chain)
+    assert "copied (not this head: lookup), {" in text and "temperature 0.5, 7 tokens, batch 4" in text
+    assert "own, {" in text and "temperature 0.0, 96 tokens, batch 1" in text
+    assert '"num_speculative_tokens": 3' in text, "the head's own depth"
+    assert "| odd | - | - | - |" in text and "\nHeld-out prompts." in text
     chain["identity"]["prompts_file"] = {"name": "train.jsonl", "sha256": "ab"}
-    said = card(config, chain=chain)
-    assert "\nPrompts of train.jsonl (sha256 `ab`). " in said and "Held-out" not in said
+    text = card(config, chain=chain)
+    assert "\nPrompts of train.jsonl (sha256 `ab`). " in text and "Held-out" not in text
 
 
 def test_a_hub_that_does_not_answer_is_one_sentence(config, monkeypatch):
@@ -180,8 +180,8 @@ def test_a_hub_that_does_not_answer_is_one_sentence(config, monkeypatch):
 
 def test_what_the_card_could_not_say_truly_is_refused(config, hub, capsys):
     export.main(["--config", "run.yaml", "--card.license", "mit", "--push-to-hub", "me/head"])
-    said = capsys.readouterr().out
-    assert not hub and "would go to me/head; `--upload` uploads it" in said and "license: mit" in said
+    printed = capsys.readouterr().out
+    assert not hub and "would go to me/head; `--upload` uploads it" in printed and "license: mit" in printed
     with pytest.raises(ValueError, match=r"card.license: got None"):
         publish.push(dataclasses.replace(config, card=CardConfig()), "me/head", upload=True)
     path = pathlib.Path(config.run_dir, "report.json")

@@ -27,9 +27,9 @@ ANSWERS = [
 
 def test_rounds_and_positions_are_those_of_the_second_turn():
     with fake_sglang.serve(ANSWERS, PROMPTS) as (url, asked):
-        said = sglang_server.answer(url + "/", REQUEST)
-    assert said["answers"] == [[1, 2, 3, 4], [5, 6, 7, 8]] and said["version"] == "0.5.23"
-    assert (said["rounds"], said["accepted"]) == (3, [2, 2, 1])
+        answer = sglang_server.answer(url + "/", REQUEST)
+    assert answer["answers"] == [[1, 2, 3, 4], [5, 6, 7, 8]] and answer["version"] == "0.5.23"
+    assert (answer["rounds"], answer["accepted"]) == (3, [2, 2, 1])
     params = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     turn = [("/generate", {"input_ids": ids, "sampling_params": params}) for ids in PROMPTS]
     assert [path for path, _ in asked][:2] == ["/server_info", "/flush_cache"]

@@ -91,8 +91,8 @@ def test_records_equal_a_plain_forward_of_each_conversation(tmp_path, target, as
         assert record["aux"].dtype == ml_dtypes.bfloat16
         assert_close_to_plain(record)
     turns = next(record for text, record in texts.items() if "four" in text and "two" in text)
-    said = target.tokenizer.decode(turns["token_ids"][turns["loss_mask"] == 1])
-    assert said == "two<|im_end|>four.<|im_end|>"
+    answers = target.tokenizer.decode(turns["token_ids"][turns["loss_mask"] == 1])
+    assert answers == "two<|im_end|>four.<|im_end|>"
 
 
 def test_manifest_vocabulary_and_rejects(tmp_path, target, prepared):
@@ -101,11 +101,11 @@ def test_manifest_vocabulary_and_rejects(tmp_path, target, prepared):
     folder = config.folder("extract")
     results = manifest.read(folder, "extract")["results"]
     source = features.FeatureSource(folder / "train")
-    said = np.concatenate([source[i]["token_ids"][source[i]["loss_mask"] == 1] for i in range(len(source))])
+    answered = np.concatenate([source[i]["token_ids"][source[i]["loss_mask"] == 1] for i in range(len(source))])
     token_ids = np.load(folder / "vocab.npz")["token_ids"]
-    assert results["draft_vocabulary_coverage"] == pytest.approx(np.isin(said, token_ids).mean())
-    assert np.bincount(said).argmax() in token_ids
-    counted = {"records": 4, "rejected": 1, "tokens": source.lengths.sum(), "loss_tokens": len(said)}
+    assert results["draft_vocabulary_coverage"] == pytest.approx(np.isin(answered, token_ids).mean())
+    assert np.bincount(answered).argmax() in token_ids
+    counted = {"records": 4, "rejected": 1, "tokens": source.lengths.sum(), "loss_tokens": len(answered)}
     assert {name: results["train"][name] for name in counted} == counted
     assert 0 < results["train"]["padding_share"] < 1
     assert results["held_out"]["records"] == 1

@@ -26,8 +26,8 @@ def conversations(count: int, name: str) -> list[dict[str, Any]]:
     for number in range(count):
         category = list(LENGTHS)[number % 3]
         tokens = LENGTHS[category] + number % 5
-        said = {"role": "assistant", "content": "x" * tokens}
-        messages = [{"role": "user", "content": f"Question {number}?"}, said]
+        reply = {"role": "assistant", "content": "x" * tokens}
+        messages = [{"role": "user", "content": f"Question {number}?"}, reply]
         ids = None if number % 2 else [[65] * tokens]
         origin = {"source": "jsonl:in.jsonl", **({"license": "mit"} if number % 4 else {})}
         told = {"messages": messages, "truncated": False, "answer_ids": ids}
@@ -102,15 +102,15 @@ def test_clear_errors(tmp_path, target, prepared):
         ValueError, match=r"^extract.mix: got codee, expected categories of the conversations: chat, code"
     ):
         extract.extract(config, target)
-    for mix, said in (
+    for mix, message in (
         ({"code": 0.5, "chat": 0.4}, r"expected shares that add up to 1 \(they add up to 0.9\)"),
         ({"code": 1.5, "chat": -0.5}, "extract.mix.chat: got -0.5, expected more than 0"),
         (3, "extract.mix: got 3, expected a mapping"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             run_file.from_dict({"run_dir": "x", "extract": {"mix": mix}})
     log = tmp_path / "traffic.jsonl"
-    for text, said in (
+    for text, message in (
         ("", "without a line"),
         ('{"category": "code"}\n{"category": "code", "count": 0}\n', "with another line 2, expected lines such as"),
         ('{"category": "code", "count": true}\n', "with another line 1"),
@@ -119,7 +119,7 @@ def test_clear_errors(tmp_path, target, prepared):
         ('{"category": "co', "with another line 1"),
     ):
         log.write_text(text)
-        with pytest.raises(ValueError, match=rf"^extract.mix: got '.*traffic.jsonl' {said}"):
+        with pytest.raises(ValueError, match=rf"^extract.mix: got '.*traffic.jsonl' {message}"):
             mixing.wanted(str(log))
     with pytest.raises(ValueError, match=r"^extract.mix: got 'none.jsonl' \(No such file"):
         mixing.wanted("none.jsonl")

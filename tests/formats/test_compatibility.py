@@ -25,7 +25,7 @@ def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
 
 
 @pytest.mark.parametrize(
-    ("form", "head", "said"),
+    ("form", "head", "text"),
     [
         ("sglang", {"head_dim": 4}, "served by SGLang 0.4.5, vLLM 0.21.0, sglang-jax cddbf6f and later"),
         (
@@ -43,8 +43,8 @@ def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
         ("eagle", {"head_dim": 4}, "served by vLLM 0.21.0, EAGLE cb7e084, tpu-inference b8692ff and later"),
     ],
 )
-def test_the_engines_that_run_a_head_are_named(form: str, head: dict[str, Any], said: str) -> None:
-    assert EAGLE3.served_by(stored(**head), form) == said
+def test_the_engines_that_run_a_head_are_named(form: str, head: dict[str, Any], text: str) -> None:
+    assert EAGLE3.served_by(stored(**head), form) == text
 
 
 @pytest.mark.parametrize(
@@ -83,19 +83,19 @@ def test_of_deepseek_engines_count_and_capture_other_layers() -> None:
     def of_deepseek(*layers: int) -> StoredHead:
         return dataclasses.replace(stored(layers), verifier={"architectures": ["DeepseekV3ForCausalLM"]})
 
-    (said,) = EAGLE3.refusals(of_deepseek(3, 6, 9), "sglang")
-    assert said.startswith("target.aux_layers: got (3, 6, 9), expected the default") and said.endswith("ignored")
+    (text,) = EAGLE3.refusals(of_deepseek(3, 6, 9), "sglang")
+    assert text.startswith("target.aux_layers: got (3, 6, 9), expected the default") and text.endswith("ignored")
     assert EAGLE3.refusals(of_deepseek(3, 6, 9), "vllm") == EAGLE3.refusals(stored((3, 6, 9)), "sglang") == []
     assert EAGLE3.refusals(of_deepseek(2, 7, 9), "sglang") == []
-    (said,) = EAGLE3.refusals(of_deepseek(0, 6, 9), "vllm")
-    assert said.startswith("target.aux_layers: got (0, 6, 9), expected boundaries from 1") and said.endswith("fails")
+    (text,) = EAGLE3.refusals(of_deepseek(0, 6, 9), "vllm")
+    assert text.startswith("target.aux_layers: got (0, 6, 9), expected boundaries from 1") and text.endswith("fails")
     assert "aux layer 0 of DeepSeek fails" in EAGLE3.served_by(of_deepseek(0, 6, 9), "vllm")
     assert EAGLE3.refusals(of_deepseek(2, 6, 12), "vllm") == []
     assert EAGLE3.served_by(of_deepseek(2, 6, 12), "vllm").startswith("served by vLLM 0.32.0 and later")
 
 
 @pytest.mark.parametrize(
-    ("form", "architecture", "said"),
+    ("form", "architecture", "text"),
     [
         (
             "sglang",
@@ -112,10 +112,10 @@ def test_of_deepseek_engines_count_and_capture_other_layers() -> None:
         ),
     ],
 )
-def test_an_engine_that_cannot_draft_for_the_target_is_not_promised(form: str, architecture: str, said: str) -> None:
+def test_an_engine_that_cannot_draft_for_the_target_is_not_promised(form: str, architecture: str, text: str) -> None:
     """But the head is written: it drafts here."""
     head = dataclasses.replace(stored(head_dim=4), verifier={"architectures": [architecture]})
-    assert EAGLE3.served_by(head, form).startswith(said)
+    assert EAGLE3.served_by(head, form).startswith(text)
     assert EAGLE3.refusals(head, form) == []
 
 

@@ -313,8 +313,8 @@ def test_an_index_that_promises_too_much_is_refused(saved: pathlib.Path) -> None
 
 def test_pickles_and_broken_files_are_named(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
-    said = r"pytorch_model.bin: pickles run code when read.*python -c 'import torch"
-    with pytest.raises(DraftFormatError, match=said):
+    message = r"pytorch_model.bin: pickles run code when read.*python -c 'import torch"
+    with pytest.raises(DraftFormatError, match=message):
         load_draft(tmp_path, target=TARGET)
     whole = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(whole[:-8])
@@ -361,7 +361,7 @@ def test_what_does_not_read_back_the_same_is_an_error(tmp_path: pathlib.Path, mo
 # ----------------------------------------------------------------------------------------------------- spoiled exports
 
 
-def test_all_that_is_wrong_is_said_at_once(saved: pathlib.Path) -> None:
+def test_all_that_is_wrong_is_reported_at_once(saved: pathlib.Path) -> None:
     alter(
         saved,
         {

@@ -66,7 +66,7 @@ def test_auto_is_the_default_and_drafts_with_the_head(heads, target, caplog):
     assert not caplog.records
 
 
-def test_other_weights_of_the_model_take_it_too_and_it_is_said(heads, target, caplog):
+def test_other_weights_of_the_model_take_it_too_and_it_is_logged(heads, target, caplog):
     other = but(target, weights="0" * 64, name="org/original")
     engine = Engine.load(other, tree=CHAIN, max_length=64)
     assert engine.draft is not None

@@ -103,8 +103,8 @@ def test_its_tensors_are_those_that_are_read(name):
 def test_it_has_as_many_parameters_as_its_page_says(name):
     _, _, config, _ = described(HEADS[name])
     assert config is not None
-    count, said = sum(map(math.prod, sizes(config).values())), HEADS[name]["parameters"]
-    assert count == said if isinstance(said, int) else f"{count / 1e6:.0f}M" == said
+    count, stated = sum(map(math.prod, sizes(config).values())), HEADS[name]["parameters"]
+    assert count == stated if isinstance(stated, int) else f"{count / 1e6:.0f}M" == stated
 
 
 @pytest.mark.parametrize("name", [name for name, head in HEADS.items() if "tensors" in head and "config" not in head])

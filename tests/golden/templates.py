@@ -134,7 +134,7 @@ _QWEN3_CALLS = [
 _GPT_OSS = [f"{_FINAL}{_FIRST}<|end|>", f"{_FINAL}{_SECOND}<|return|>"]
 _WITH_CHANNEL = f"{_ANALYSIS}{_THOUGHTS[1]}<|end|><|start|>assistant{_GPT_OSS[1]}"
 _WITH_THOUGHT = [f"{turn['content']}<|im_end|>" for turn in THOUGHT[1::2]]
-SAID: dict[str, dict[str, list[str]]] = {
+ANSWERS: dict[str, dict[str, list[str]]] = {
     "llama2": dict.fromkeys(("system", "talk"), _plain(" ", " </s>")),
     "llama31": dict.fromkeys(("system", "talk"), _plain("", "<|eot_id|>")),
     "llama32": dict.fromkeys(("system", "talk"), _plain("", "<|eot_id|>")),
@@ -173,16 +173,16 @@ def golden(family: str, text: str) -> dict[str, Any]:
     special = SPECIAL[family]
     given = {name: token for name, token in special.items() if name != "additional"} | {"date_string": "26 Jul 2024"}
     rendered = {}
-    for name_of, said in SAID[family].items():
+    for name_of, answers in ANSWERS[family].items():
         messages, tools = CONVERSATIONS[name_of], TOOLS_OF.get(name_of)
         whole = template.render(messages=messages, tools=tools, add_generation_prompt=False, **given)
         prompt = template.render(messages=messages[:-1], tools=tools, add_generation_prompt=True, **given)
         rest = whole
-        for words in said:  # each once, in this order
+        for words in answers:  # each once, in this order
             _, there, rest = rest.partition(words)
             if not there:
                 raise ValueError(f"{family}, {name_of}: expected {words!r} in {whole!r}")
-        rendered[name_of] = {"text": whole, "prompt": prompt, "said": said}
+        rendered[name_of] = {"text": whole, "prompt": prompt, "said": answers}
     source = {"repository": repository, "revision": revision, "path": path.format(name), "sha256": digest}
     return {"source": source, "special": special, "rendered": rendered}
 

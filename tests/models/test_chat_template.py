@@ -112,7 +112,7 @@ def test_a_developer_is_a_system_to_templates_that_do_not_know_one():
         assert text == f"{role}: Be brief.\nuser: Hi\n"
 
 
-def test_what_the_template_refuses_is_said_with_the_roles():
+def test_what_the_template_refuses_is_reported_with_the_roles():
     picky = byte_tokenizer("{{ raise_exception('No tools!') }}")
     with pytest.raises(ValueError, match=r"chat template: refuses messages of roles \[user\]: No tools!"):
         chat_template.prompt_ids(picky, TALK[:1])

@@ -15,15 +15,15 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_positi
 def test_a_factor_that_engines_read_differently_is_refused() -> None:
     problems: list[str] = []
     read_rope({"rope_theta": 1e6, "rope_scaling": YARN | {"attn_factor": 0.8782488562869419}}, problems)
-    (said,) = problems
-    assert said.startswith("rope_scaling.attn_factor: got 0.8782488562869419, expected none or 1: SGLang multiplies")
+    (problem,) = problems
+    assert problem.startswith("rope_scaling.attn_factor: got 0.8782488562869419, expected none or 1: SGLang multiplies")
     # As the message says: what SGLang serves.
     theta, scaling = read_rope({"rope_theta": 1e6, "rope_scaling": YARN | {"attention_factor": 1.0}}, problems)
     assert isinstance(scaling, YarnScaling) and (theta, scaling.amplitude) == (1e6, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "message"),
     [
         (YARN | {"beta_fst": 16}, "rope_scaling.beta_fst: got 16, expected none"),
         (
@@ -34,10 +34,10 @@ def test_a_factor_that_engines_read_differently_is_refused() -> None:
         (YARN | {"mscale": 1.0}, "rope_scaling.mscale: got 1.0, expected none"),
     ],
 )
-def test_what_is_not_read_is_refused(section: dict[str, Any], said: str) -> None:
+def test_what_is_not_read_is_refused(section: dict[str, Any], message: str) -> None:
     problems: list[str] = []
     read_rope({"rope_scaling": section}, problems)
-    assert len(problems) == 1 and problems[0].startswith(said)
+    assert len(problems) == 1 and problems[0].startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_what_is_not_read_is_refused(section: dict[str, Any], said: str) -> None
         ({"rope_type": "default", "alpha": None, "partial_rotary_factor": 1.0, "mscale": 1.0}, None),
     ],
 )
-def test_what_changes_nothing_may_be_said(section: dict[str, Any], scaling: Any) -> None:
+def test_what_changes_nothing_may_be_declared(section: dict[str, Any], scaling: Any) -> None:
     problems: list[str] = []
     assert read_rope({"rope_scaling": section}, problems) == (10000.0, scaling) and problems == []
 
 
-def test_a_part_of_the_head_that_is_said_beside_the_section_is_refused_too() -> None:
+def test_a_part_of_the_head_that_is_declared_beside_the_section_is_refused_too() -> None:
     """As transformers 4 writes it: of a target and of a head."""
     problems: list[str] = []
     read_rope({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, problems)

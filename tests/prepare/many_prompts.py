@@ -18,15 +18,15 @@ def write(path: pathlib.Path, count: int, seed: int = 0) -> None:
     recent: list[list[str]] = []
     with path.open("w") as stream:
         for number in range(count):
-            kind, said = draw.random(), draw.choices(_WORDS, k=draw.randrange(8, 120))
+            kind, words = draw.random(), draw.choices(_WORDS, k=draw.randrange(8, 120))
             if recent and kind < 0.15:  # the next of a chain
-                said = list(draw.choice(recent))
-                said[draw.randrange(len(said))] = draw.choice(_WORDS)
+                words = list(draw.choice(recent))
+                words[draw.randrange(len(words))] = draw.choice(_WORDS)
             if recent and 0.15 < kind < 0.2:
-                said = [word.upper() for word in draw.choice(recent)]
+                words = [word.upper() for word in draw.choice(recent)]
             else:
-                recent = [*recent[-400:], [*said]]
-            text = " ".join(said)
+                recent = [*recent[-400:], [*words]]
+            text = " ".join(words)
             if kind > 0.98:
                 text += f" write to u{number}@example.org"
             messages = [{"role": "user", "content": text}]

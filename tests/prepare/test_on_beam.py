@@ -243,12 +243,12 @@ def test_clear_errors(tmp_path, monkeypatch):
     given = source(tmp_path / "in.jsonl", SOUND[0])
     with pytest.raises(ValueError, match="^prepare: got 1 usable prompts, expected at least 2"):
         on_beam(tmp_path / "a", given)
-    for options, said in (
+    for options, text in (
         ("--runner=Nope", "pipeline runner: Nope"),
         ("--direct_num_workers=x", "invalid int"),
         ("'", "quotation"),
     ):
-        with pytest.raises(ValueError, match=f"^prepare.beam_options: got .*{said}.*, expected options of Apache Beam"):
+        with pytest.raises(ValueError, match=f"^prepare.beam_options: got .*{text}.*, expected options of Apache Beam"):
             on_beam(tmp_path / "b", given, beam_options=options)
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "prepare": {"sources": [given]}}))

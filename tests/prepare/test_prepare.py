@@ -219,8 +219,8 @@ def engine(monkeypatch):
     monkeypatch.setattr(fetch, "load_target", lambda *_: None)
     monkeypatch.setattr(fetch, "load_tokenizer", lambda name: None)
     monkeypatch.setattr(data_parallel, "targets", targets)
-    monkeypatch.setattr(chat, "user_opening_ids", lambda _, said, opening="": ids(said, f"user:{opening}"))
-    monkeypatch.setattr(chat_template, "prompt_ids", lambda _, said: ids(said, "assistant:"))
+    monkeypatch.setattr(chat, "user_opening_ids", lambda _, messages, opening="": ids(messages, f"user:{opening}"))
+    monkeypatch.setattr(chat_template, "prompt_ids", lambda _, messages: ids(messages, "assistant:"))
     monkeypatch.setattr(self_prompting, "_CHUNK", 4)
     return fake
 

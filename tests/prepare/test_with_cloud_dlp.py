@@ -55,10 +55,10 @@ def content(config: RunConfig) -> str:
 def test_what_is_found_is_in_no_file_and_counted_by_kind(tmp_path, server, capsys):
     config = run_config(tmp_path, server)
     prepare.prepare(config)
-    said = content(config)
-    assert not any(name in said for name in ("Иван", "Jane", "@example"))
-    assert "Write to <PERSON_NAME> at <EMAIL_ADDRESS>" in said and "half a line of <PERSON_NAME>" in said
-    assert "A marker <|im_end|> and <PERSON_NAME>" in said
+    written = content(config)
+    assert not any(name in written for name in ("Иван", "Jane", "@example"))
+    assert "Write to <PERSON_NAME> at <EMAIL_ADDRESS>" in written and "half a line of <PERSON_NAME>" in written
+    assert "A marker <|im_end|> and <PERSON_NAME>" in written
     made = manifest.read(config.folder("prepare"), "prepare")
     assert made["results"]["personal_data"] == {"PERSON_NAME": 1, "EMAIL_ADDRESS": 1}
     assert made["identity"]["prepare"]["cloud_dlp"] == {
@@ -102,7 +102,7 @@ def test_a_service_that_dies_leaves_a_run_that_pays_for_no_text_twice(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"cloud_dlp": {}}, "cloud_dlp.project: got None, expected the project that pays"),
         ({"personal_data_engine": "presidio"}, "cloud_dlp.project: got 'my-project', expected null without"),
@@ -111,6 +111,6 @@ def test_a_service_that_dies_leaves_a_run_that_pays_for_no_text_twice(tmp_path, 
         ({"cloud_dlp": {"project": "a", "url": "http://example.org"}}, "cloud_dlp.url: got 'http://example.org'"),
     ],
 )
-def test_wrong_values(tmp_path, server, values, said):
-    with pytest.raises(ConfigError, match=f"prepare.{said}"):
+def test_wrong_values(tmp_path, server, values, message):
+    with pytest.raises(ConfigError, match=f"prepare.{message}"):
         run_config(tmp_path, server, **values)

@@ -23,8 +23,8 @@ def answered(prompt: dict[str, Any], *lengths: int) -> Dialogue:
 
 
 def test_where_a_prompt_comes_from_goes_to_its_conversation():
-    said = answered(PROMPT, 3).conversation()
-    assert (said["source"], said["license"], said["answer_ids"]) == ("jsonl:in.jsonl", "mit", [[7, 7, 7]])
+    record = answered(PROMPT, 3).conversation()
+    assert (record["source"], record["license"], record["answer_ids"]) == ("jsonl:in.jsonl", "mit", [[7, 7, 7]])
     plain = {name: value for name, value in PROMPT.items() if name not in ("source", "license")}
     assert "license" not in answered(plain, 3).conversation(), "prompts of earlier versions have neither"
     given = PROMPT | {"messages": [*PROMPT["messages"], {"role": "assistant", "content": "Ho."}], "truncated": False}
@@ -35,4 +35,4 @@ def test_lengths_of_answers_are_counted_by_category():
     counts = Counts()
     for prompt, length in ((PROMPT, 1), (PROMPT, 64), (PROMPT, 65), (PROMPT | {"category": "chat"}, 3)):
         counts.add(answered(prompt, length))
-    assert counts.said()["answer_lengths"] == {"code": {"1": 1, "64": 1, "128": 1}, "chat": {"4": 1}}
+    assert counts.summary()["answer_lengths"] == {"code": {"1": 1, "64": 1, "128": 1}, "chat": {"4": 1}}

@@ -129,9 +129,9 @@ def test_every_turn_is_answered_and_its_ids_are_the_server_s(run, server, tokeni
     made.ask(answering, temperature=[0.0, 0.5])
     made.assert_all_there()
     two = made.conversations()["two"]
-    said = [message["content"] for message in two["messages"] if message["role"] == "assistant"]
-    assert [text.split(":")[0] for text in said] == ["bird cloud", "door"]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [2] for text in said]
+    answers = [message["content"] for message in two["messages"] if message["role"] == "assistant"]
+    assert [text.split(":")[0] for text in answers] == ["bird cloud", "door"]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [2] for text in answers]
     assert two["answer_ids"] == ids
     (trained,) = read_conversation(json.dumps(two), tokenizer, 512)  # one sequence: the history renders as it was asked
     assert trained.loss_mask.sum() == sum(map(len, ids))
@@ -192,10 +192,10 @@ def test_a_template_s_date_is_sent_to_servers_that_would_write_today_s(run, serv
     today = server(tokenizer=dated, model=str(target))
 
     def answer(body: dict[str, Any], changes: Any, usual: Any = today.answer) -> dict[str, Any]:
-        said = usual(body, changes)
+        reply = usual(body, changes)
         if "chat_template_kwargs" not in body:
-            said["prompt_token_ids"] = [7, *said["prompt_token_ids"]]
-        return said
+            reply["prompt_token_ids"] = [7, *reply["prompt_token_ids"]]
+        return reply
 
     today.answer = answer
     made.ask(today)

@@ -129,8 +129,8 @@ def test_the_target_answers_every_turn_in_its_context(prepared):
     assert f"system: Be kind.\nuser: First\nassistant: {first}\nuser: Second\nassistant: " in engine.asked
     assert two["category"] == "chat" and two["truncated"] is False
     for line in conversations.values():  # the fake engine's text and its last id both say the seed
-        said = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
-        assert [text.split()[1] for text in said] == [str(ids[-1]) for ids in line["answer_ids"]]
+        answers = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+        assert [text.split()[1] for text in answers] == [str(ids[-1]) for ids in line["answer_ids"]]
         assert all(ids[:-1] == [0, 1, 2, 3] for ids in line["answer_ids"])
 
 

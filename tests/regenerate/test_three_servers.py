@@ -133,8 +133,8 @@ def test_three_servers_of_which_one_fails_and_one_is_killed(two, tmp_path, count
         two[1].ready()
         asked = len(broken.asked)
         again = tiny.Started(words, cwd=tmp_path, env=tiny.environment())
-        status, said = again.ended(timeout=1500)
-        assert status == 0, said
+        status, output = again.ended(timeout=1500)
+        assert status == 0, output
     conversations, prompts = lines_of(run / "conversations"), lines_of(run / "prompts")
     rejects = list(disk.read_jsonl(run / "conversations/rejects.jsonl"))
     names = [line["id"] for line in (*conversations, *rejects)]
@@ -157,7 +157,7 @@ def test_three_servers_of_which_one_fails_and_one_is_killed(two, tmp_path, count
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_real_vllm_is_asked_and_the_ids_are_its_own(vllm, tmp_path, monkeypatch):
-    """64 prompts. vLLM is asked again for what it said: greedy answers repeat."""
+    """64 prompts. vLLM is asked for each answer again: greedy answers repeat."""
     monkeypatch.setitem(tiny.CONFIG, "head_dim", 32)  # vLLM's attention on a CPU takes no smaller ones
     port = free_port()
     url = f"http://127.0.0.1:{port}/v1"
@@ -179,10 +179,10 @@ def test_real_vllm_is_asked_and_the_ids_are_its_own(vllm, tmp_path, monkeypatch)
         ends: collections.Counter[str] = collections.Counter()
         for line in conversations:
             body = {"model": MODEL, "messages": line["messages"][:1], "temperature": 0.0, "max_tokens": 12}
-            said = httpx2.post(f"{url}/chat/completions", json=body | {"return_token_ids": True}, timeout=60).json()
-            assert line["answer_ids"] == [said["choices"][0]["token_ids"]]
-            assert line["messages"][1]["content"] == said["choices"][0]["message"]["content"]
-            ends[said["choices"][0]["finish_reason"]] += 1
+            reply = httpx2.post(f"{url}/chat/completions", json=body | {"return_token_ids": True}, timeout=60).json()
+            assert line["answer_ids"] == [reply["choices"][0]["token_ids"]]
+            assert line["messages"][1]["content"] == reply["choices"][0]["message"]["content"]
+            ends[reply["choices"][0]["finish_reason"]] += 1
         print(f"vLLM: {len(conversations)} conversations, {len(rejects)} rejects, ends {dict(ends)}")
         assert ends["stop"]
     finally:

@@ -33,8 +33,8 @@ def test_a_signal_ends_a_verb_in_one_sentence(sent, name, status, when):
     """At once while it loads, then at its next stop point; a second one at once. A shell ends its loop at SIGINT."""
     words, where = [sys.executable, "-c", SIGNALLED, str(int(sent)), when], tiny.REPOSITORY
     done = subprocess.run(words, env=tiny.environment(), cwd=where, capture_output=True, text=True, timeout=60)
-    said = f"eagle3_jax.train: stopped by {name}; run it again, and it goes on from here\n"
+    message = f"eagle3_jax.train: stopped by {name}; run it again, and it goes on from here\n"
     waits = "eagle3_jax.train: stops as soon as what it did is on disk; Ctrl-C again ends it at once\n"
     assert done.returncode == status
     assert done.stdout == ("begun\nsaved\n" if when == "working" else "begun\n")
-    assert done.stderr == waits * (name == "Ctrl-C" and when != "loading") + said
+    assert done.stderr == waits * (name == "Ctrl-C" and when != "loading") + message

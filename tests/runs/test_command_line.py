@@ -39,16 +39,16 @@ def test_help_lists_a_verb_s_flags_and_fields(verb, capsys):
     main, words, expected = HELPS[verb]
     with pytest.raises(SystemExit) as ended:
         main([*words, "--help"])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0 and f"usage: python -m eagle3_jax.{verb} " in said
-    assert [part for part in expected if part not in said] == []
-    assert "{fixed}" not in said
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and f"usage: python -m eagle3_jax.{verb} " in printed
+    assert [part for part in expected if part not in printed] == []
+    assert "{fixed}" not in printed
 
 
 def test_every_field_says_what_it_is():
     sections = [name for name in vars(run_file.from_dict({"run_dir": "x"})) if name not in ("run_dir", "seed")]
-    said = command_line.Parser("train", "", sections).format_help()
-    fields = re.findall(r"^  --.*?(?:  |\n) +(\S+)", said, re.MULTILINE)
+    text = command_line.Parser("train", "", sections).format_help()
+    fields = re.findall(r"^  --.*?(?:  |\n) +(\S+)", text, re.MULTILINE)
     assert len(fields) > 100
     assert "(default:" not in fields
 
@@ -66,10 +66,10 @@ def test_help_needs_no_extra(verb, capsys, monkeypatch):
     assert ended.value.code in (None, 0)
     if verb != "serve":  # which imports nothing of an extra before it serves
         main, words, _ = HELPS[verb]
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         with pytest.raises(SystemExit):
             main([*words, "--help"])
-        assert said == capsys.readouterr().out
+        assert printed == capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,9 @@ def test_a_verb_sets_what_its_user_left_open(words, tmp_path):
     )
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
-    said = run(*words, "--help", **path, TF_CPP_MIN_LOG_LEVEL="0").splitlines()[-1]
+    printed = run(*words, "--help", **path, TF_CPP_MIN_LOG_LEVEL="0").splitlines()[-1]
     expected = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
-    assert said == str(expected)
+    assert printed == str(expected)
 
 
 @pytest.mark.parametrize(("tpu", "levels"), [(False, ["3", None]), (True, ["1", "1"])])

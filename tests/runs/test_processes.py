@@ -106,8 +106,8 @@ with command.run("train"):
 
 def test_the_heartbeat_is_a_number_of_seconds(monkeypatch):
     assert processes.heartbeat_seconds() == 100
-    for said, expected in (("0", "got 0, expected at least 1"), ("soon", "got 'soon', expected a number")):
-        monkeypatch.setenv("EAGLE3_JAX_HEARTBEAT_SECONDS", said)
+    for value, expected in (("0", "got 0, expected at least 1"), ("soon", "got 'soon', expected a number")):
+        monkeypatch.setenv("EAGLE3_JAX_HEARTBEAT_SECONDS", value)
         with pytest.raises(ValueError, match=f"EAGLE3_JAX_HEARTBEAT_SECONDS: {expected}"):
             processes.heartbeat_seconds()
 
@@ -171,7 +171,7 @@ def test_a_killed_process_is_missed(victim, where):
     assert status in (1, -signal.SIGABRT) and time.monotonic() - start < 90
 
 
-def test_what_another_host_has_otherwise_is_said_by_name(monkeypatch):
+def test_what_another_host_has_otherwise_is_reported_by_name(monkeypatch):
     """On all of them: the first field, in order, of the first process that has another value."""
     alike = {"jax": "1", "serve.port": 8000}
     first = ["alpha", alike]

@@ -13,9 +13,9 @@ def clock(monkeypatch, *times: float) -> None:
 
 def test_a_function_is_told_at_the_beginning_and_now_and_then(monkeypatch):
     clock(monkeypatch, 0.0, 0.0, 9.0, 16.0, 16.0, 20.0)
-    said = []
-    assert list(progress.shown("abcd", "compile", "program", said.append)) == ["a", "b", "c", "d"]
-    assert said == ["compile: 0 of 4 programs", "compile: 2 of 4 programs"]
+    messages = []
+    assert list(progress.shown("abcd", "compile", "program", messages.append)) == ["a", "b", "c", "d"]
+    assert messages == ["compile: 0 of 4 programs", "compile: 2 of 4 programs"]
 
 
 def test_a_log_is_told_what_takes_long_and_no_more(monkeypatch, capsys):
@@ -39,10 +39,10 @@ def test_what_takes_long_is_told_now_and_then_and_what_does_not_is_not(monkeypat
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(progress, "_PATIENCE", 0.0)
     monkeypatch.setattr(progress, "_SECONDS", 0.0)
-    said = ""
+    printed = ""
     with progress.told("compiling"):
-        while said.count("so far") < 2:
+        while printed.count("so far") < 2:
             time.sleep(0.01)
-            said += capsys.readouterr().err
-    said += capsys.readouterr().err
-    assert re.fullmatch(r"(eagle3_jax: compiling \.\.\. 0 s so far\n){2,}eagle3_jax: compiling: 0 s\n", said)
+            printed += capsys.readouterr().err
+    printed += capsys.readouterr().err
+    assert re.fullmatch(r"(eagle3_jax: compiling \.\.\. 0 s so far\n){2,}eagle3_jax: compiling: 0 s\n", printed)

@@ -100,20 +100,20 @@ class Told(Request):
 def test_the_time_to_the_first_token_is_counted_when_it_comes_and_from_the_arrival_on(engine):
     metrics = Metrics(engine)
 
-    def said(name: str) -> float | None:
+    def sample(name: str) -> float | None:
         return metrics.registry.get_sample_value(f"eagle3_jax_time_to_first_token_seconds_{name}")
 
     async def answer() -> None:
         request, tasks = Told(), set()
         async with Answers(engine, metrics, tasks, [request], 1, time.monotonic() - 100):
             (task,) = tasks
-            while not said("count"):
+            while not sample("count"):
                 await asyncio.sleep(0.001)
                 assert not task.done()
-            assert 100 <= (said("sum") or 0) < 130
+            assert 100 <= (sample("sum") or 0) < 130
             request.ends.set_result(None)
             await task
-            assert said("count") == 1
+            assert sample("count") == 1
 
     asyncio.run(asyncio.wait_for(answer(), 30))
 

@@ -51,7 +51,7 @@ def ask(browser, url: str, prompt: str, tokens: int, button: str) -> None:
     wait.until(lambda _: browser.execute_script("return document.body.dataset.state") == "done")
 
 
-def test_what_is_refused_and_what_cannot_be_is_said(browser, served):
+def test_what_is_refused_and_what_cannot_be_is_shown(browser, served):
     ask(browser, served.url, "apple bird <b>cloud</b>", 4, "ask")
     wait = WebDriverWait(browser, PATIENCE)
     browser.find_element(By.ID, "compare").click()
@@ -112,11 +112,11 @@ def test_the_same_answer_without_drafts_and_with(browser, serving, tmp_path):
 
     assert not plain.find_element(By.TAG_NAME, "details").is_displayed()
     summary = fast.find_element(By.TAG_NAME, "summary")
-    said = re.search(r"(\d+) tokens, (\d+) accepted", summary.text)
-    assert said and fast.find_elements(By.CSS_SELECTOR, "svg") == []
+    counts = re.search(r"(\d+) tokens, (\d+) accepted", summary.text)
+    assert counts and fast.find_elements(By.CSS_SELECTOR, "svg") == []
     summary.click()
     WebDriverWait(browser, PATIENCE).until(lambda _: fast.find_elements(By.CSS_SELECTOR, "svg rect"))
-    assert len(fast.find_elements(By.CSS_SELECTOR, "svg rect")) == 1 + int(said[1])  # the root
-    assert len(fast.find_elements(By.CSS_SELECTOR, "svg rect.accepted")) == 1 + int(said[2])
-    assert len(fast.find_elements(By.CSS_SELECTOR, "svg path")) == int(said[1])
+    assert len(fast.find_elements(By.CSS_SELECTOR, "svg rect")) == 1 + int(counts[1])  # the root
+    assert len(fast.find_elements(By.CSS_SELECTOR, "svg rect.accepted")) == 1 + int(counts[2])
+    assert len(fast.find_elements(By.CSS_SELECTOR, "svg path")) == int(counts[1])
     assert browser.get_log("browser") == []

@@ -158,8 +158,8 @@ def test_the_tokenizer_s_opening_is_left_out_for_who_asks_for_that(served, engin
     opens.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=opening)
     monkeypatch.setattr(engine, "tokenizer", opens)
     ask: Any = {"model": MODEL, "prompt": "apple bird", "temperature": 0, "max_tokens": 1}
-    said: Any = ({}, {"add_special_tokens": True}, {"add_special_tokens": None}, {"add_special_tokens": False})
-    answers = [served.client.completions.create(**ask, extra_body=more) for more in said]
+    options: Any = ({}, {"add_special_tokens": True}, {"add_special_tokens": None}, {"add_special_tokens": False})
+    answers = [served.client.completions.create(**ask, extra_body=more) for more in options]
     bare = len(opens("apple bird", add_special_tokens=False)["input_ids"])
     assert [answer.usage.prompt_tokens - bare for answer in answers] == [1, 1, 1, 0]
 
@@ -182,12 +182,12 @@ def test_a_history_with_calls_tools_and_variables_reach_the_template(served, eng
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": [{"type": "text", "text": "b"}], "tool_call_id": "1"},
     ]
-    for given, variables, said in (({}, None, ""), (asked, {"mood": "snow"}, "river snow")):
+    for given, variables, opening in (({}, None, ""), (asked, {"mood": "snow"}, "river snow")):
         more = {"return_token_ids": True, "chat_template_kwargs": variables}
         got = served.client.chat.completions.create(
             model=MODEL, messages=messages, max_tokens=1, extra_body=more, **given
         )
-        text = f"{said}user:a;assistant:apple(snow);tool:b1;"
+        text = f"{opening}user:a;assistant:apple(snow);tool:b1;"
         assert got.prompt_token_ids == knows(text, add_special_tokens=False)["input_ids"]
 
 

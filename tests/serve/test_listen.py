@@ -16,12 +16,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def check_as(folder, monkeypatch, host: str, said: list, **settings) -> None:
-    """`listen.check_hosts` as on a host, which hears what was `said` before and what it says itself."""
+def check_as(folder, monkeypatch, host: str, gathered: list, **settings) -> None:
+    """`listen.check_hosts` as on a host, which hears what was `gathered` before and what it says itself."""
 
     def gather(value):
-        said.append([host, value[1]])
-        return said[-1:] if len(said) <= 3 else [said[len(said) - 4], said[-1]]
+        gathered.append([host, value[1]])
+        return gathered[-1:] if len(gathered) <= 3 else [gathered[len(gathered) - 4], gathered[-1]]
 
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "gather", gather)
@@ -32,26 +32,26 @@ def check_as(folder, monkeypatch, host: str, said: list, **settings) -> None:
 
 
 @pytest.fixture
-def said(folder, monkeypatch):
+def gathered(folder, monkeypatch):
     """What process 0 says: versions, configuration, weights."""
-    said: list = []
-    check_as(folder, monkeypatch, "mine", said)
-    return said
+    gathered: list = []
+    check_as(folder, monkeypatch, "mine", gathered)
+    return gathered
 
 
-def test_hosts_that_are_alike_pass_and_what_differs_is_refused(folder, monkeypatch, said):
-    check_as(folder, monkeypatch, "mine", said)
-    assert len(said) == 6
-    del said[3:]
+def test_hosts_that_are_alike_pass_and_what_differs_is_refused(folder, monkeypatch, gathered):
+    check_as(folder, monkeypatch, "mine", gathered)
+    assert len(gathered) == 6
+    del gathered[3:]
     with pytest.raises(ValueError, match=r"serve\.batch_size: got 3 on host mine \(process 1\), expected 8 as on host"):
-        check_as(folder, monkeypatch, "mine", said, batch_size=3)
-    del said[3:]
+        check_as(folder, monkeypatch, "mine", gathered, batch_size=3)
+    del gathered[3:]
     versions = machine.versions() | {"jax": "0"}
     monkeypatch.setattr(machine, "versions", lambda: versions)
     with pytest.raises(ValueError, match="version of jax: got 0 on host mine"):
-        check_as(folder, monkeypatch, "mine", said)
+        check_as(folder, monkeypatch, "mine", gathered)
 
 
-def test_other_weights_under_the_same_name_are_refused(folder, monkeypatch, said):
+def test_other_weights_under_the_same_name_are_refused(folder, monkeypatch, gathered):
     with pytest.raises(ValueError, match=r"weights, model\.safetensors: got \w+ on host other \(process 1\)"):
-        check_as(folder, monkeypatch, "other", said)
+        check_as(folder, monkeypatch, "other", gathered)

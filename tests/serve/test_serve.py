@@ -135,7 +135,7 @@ def test_a_target_s_name_is_enough_and_takes_every_field_of_a_config():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--target a --speculative-algorithm MEDUSA", "got MEDUSA, expected one of EAGLE3, NEXTN"),
         (
@@ -160,11 +160,11 @@ def test_a_target_s_name_is_enough_and_takes_every_field_of_a_config():
         (f"--target a {TREE} --speculative-num-draft-tokens 4", "num_steps + 1 = 3"),
     ],
 )
-def test_flags_that_cannot_be_are_refused(arguments, said, capsys):
+def test_flags_that_cannot_be_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         serve.configure(arguments.split())
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_the_help_begins_with_an_example_and_names_aliases_in_a_sentence(capsys)
     with pytest.raises(SystemExit, match="^0$"):
         serve.configure(["--help"])
     flags, _, fields = capsys.readouterr().out.partition("The run's YAML")
-    said = "".join(flags.split())
-    assert "suchas--targetsmollm2-135m-instruct" in said and all(flag in said for flag in flags_of._FLAGS)
+    text = "".join(flags.split())
+    assert "suchas--targetsmollm2-135m-instruct" in text and all(flag in text for flag in flags_of._FLAGS)
     assert set(re.findall(r"^  (--\S+) VALUE", flags, re.MULTILINE)) == set(flags_of._SHOWN)
     assert "--serve.queue-limit" in fields
 
@@ -205,7 +205,7 @@ def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch
     monkeypatch.setattr(Engine, "warm_up", lambda self, folder, **_: asked.append(("warm up", folder)))
     for more, folder in (([], tmp_path / "programs"), (["--serve.warm-up-folder", "here"], pathlib.Path("here"))):
         serve.load(serve.configure(["--target", "a", "--dp-size", "1", *more]), asked.append)
-        assert [said for said in asked if "after" not in said] == [("keep", folder), "read", ("warm up", folder)]
+        assert [call for call in asked if "after" not in call] == [("keep", folder), "read", ("warm up", folder)]
         asked.clear()
     serve.load(serve.configure(["--target", "a", "--dp-size", "1", "--serve.warm-up-folder", "none"]))
     assert asked == [("keep", None), ("warm up", None)]
@@ -223,7 +223,7 @@ def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
     strange.write_text("one\nschlüssel\n")
     monkeypatch.setenv("BLANK", " \n")
     monkeypatch.setenv("STRANGE", "tab\tkey")
-    for refused, said in (
+    for refused, message in (
         (ServeConfig(api_key_variable="NO_KEY"), "serve.api_key_variable: got no NO_KEY"),
         (ServeConfig(api_key_variable="BLANK"), "serve.api_key_variable: got no BLANK"),
         (ServeConfig(api_key_variable="STRANGE"), "serve.api_key_variable: got other characters in line 1, expected"),
@@ -231,11 +231,11 @@ def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
         (ServeConfig(api_key_file=str(file)), "serve.api_key_file: got no key"),
         (ServeConfig(host="0.0.0.0"), "serve.host: got 0.0.0.0 without keys"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             serve.api_keys(refused)
 
 
-def test_a_place_that_is_taken_is_said_before_anything_is_loaded(monkeypatch):
+def test_a_place_that_is_taken_is_reported_before_anything_is_loaded(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         config = RunConfig(run_dir="x", serve=ServeConfig(port=other.getsockname()[1], draft="none"))
         monkeypatch.setattr(Engine, "load", None)
@@ -255,27 +255,27 @@ def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
 
 @contextlib.contextmanager
 def started(folder: pathlib.Path, words: list[str], until: str, **variables: Any) -> Iterator[tuple[tiny.Started, str]]:
-    """A server's process beside a tiny target, and what it printed when it said `until`."""
+    """A server's process beside a tiny target, and what it printed up to `until`."""
     tiny.write_target(folder / "target")
     (process,) = tiny.start_processes(1, words, cwd=folder, **variables)
     try:
-        while until not in (said := process.printed()):
-            assert process.poll() is None, said
+        while until not in (printed := process.printed()):
+            assert process.poll() is None, printed
             time.sleep(0.05)
-        yield process, said
+        yield process, printed
     finally:
         process.kill()
         process.wait(timeout=30)
 
 
 def end_well(process: tiny.Started, timeout: float) -> str:
-    ((status, said),) = tiny.end_processes([process], timeout=timeout)
-    assert status == 0 and "Traceback" not in said, said
-    return said
+    ((status, printed),) = tiny.end_processes([process], timeout=timeout)
+    assert status == 0 and "Traceback" not in printed, printed
+    return printed
 
 
-def address_in(said: str) -> str:
-    return said.split("/v1 answers")[0].split()[-1]
+def address_in(printed: str) -> str:
+    return printed.split("/v1 answers")[0].split()[-1]
 
 
 @pytest.mark.smoke
@@ -286,8 +286,8 @@ def address_in(said: str) -> str:
 def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
     flags = "--target target --target.aux-layers 1 2 3 --draft lookup --port 0 --serve.max-length 512"
     command_line = ["-m", "eagle3_jax.serve", *flags.split(), "--serve.warm-up-folder", "none"]
-    with started(tmp_path, command_line, "compile: 0 of 3 programs") as (process, said):
-        url = said.split("loading; ")[1].split("/health")[0]
+    with started(tmp_path, command_line, "compile: 0 of 3 programs") as (process, printed):
+        url = printed.split("loading; ")[1].split("/health")[0]
         health, models = httpx2.get(f"{url}/health"), httpx2.get(f"{url}/v1/models")
         assert (health.status_code, models.status_code) == (503, 503)
         assert health.json() == {"healthy": False, "starting": "compile: 0 of 3 programs"}
@@ -302,8 +302,8 @@ def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
 def test_a_server_that_compiles_beside_its_answers_says_so_and_ends_at_once(tmp_path):
     flags = "--target target --target.aux-layers 1 2 3 --draft lookup --port 0 --serve.max-length 64"
     command_line = ["-c", SLOW, *flags.split(), "--serve.batch-size", "2", "--serve.warm-up-folder", "none"]
-    with started(tmp_path, command_line, "/v1 answers", **FAST) as (process, said):
-        url = address_in(said)
+    with started(tmp_path, command_line, "/v1 answers", **FAST) as (process, printed):
+        url = address_in(printed)
         state = httpx2.get(f"{url}/health")
         assert (state.status_code, state.json()["healthy"]) == (200, True)
         assert state.json()["compiling"] == "3 of 8 programs are ready"
@@ -319,8 +319,8 @@ def test_a_server_that_compiles_beside_its_answers_says_so_and_ends_at_once(tmp_
 
 @pytest.mark.slow
 def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
-    with started(tmp_path, ["-c", COLD, "--serve.model-name", "tiny"], "/v1 answers\n", **FAST) as (process, said):
-        with openai.OpenAI(base_url=f"{address_in(said)}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with started(tmp_path, ["-c", COLD, "--serve.model-name", "tiny"], "/v1 answers\n", **FAST) as (process, printed):
+        with openai.OpenAI(base_url=f"{address_in(printed)}/v1", api_key="none", max_retries=0, timeout=60) as client:
             messages: Any = [{"role": "user", "content": "apple bird"}]
             ask: Any = {"model": "tiny", "messages": messages, "max_tokens": 200, "temperature": 0, "n": 8}
             more = {"ignore_eos": True}
@@ -342,8 +342,8 @@ def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
     "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=lambda sent: sent.name
 )
 def test_answers_that_outlast_the_drain_end_with_an_error_and_whole_bodies(tmp_path, sent):
-    with started(tmp_path, ["-c", COLD, "--serve.drain-timeout", "1"], "/v1 answers", **FAST) as (process, said):
-        url = address_in(said)
+    with started(tmp_path, ["-c", COLD, "--serve.drain-timeout", "1"], "/v1 answers", **FAST) as (process, printed):
+        url = address_in(printed)
         asked: Any = {"prompt": "apple", "max_tokens": 480, "ignore_eos": True, "n": 100}
         with (
             httpx2.Client(base_url=url, timeout=60) as http,
@@ -360,6 +360,6 @@ def test_answers_that_outlast_the_drain_end_with_an_error_and_whole_bodies(tmp_p
             assert json.loads(error.removeprefix("data: "))["error"]["code"] == "aborted" and last == "data: [DONE]"
             refused = whole.result()
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "aborted")
-        said = end_well(process, 30)
-        assert "eagle3_jax.serve: stops: waits up to 1 s for 2 answers; Ctrl-C again ends at once\n" in said
-        assert "on disk" not in said and "run it again" not in said
+        printed = end_well(process, 30)
+        assert "eagle3_jax.serve: stops: waits up to 1 s for 2 answers; Ctrl-C again ends at once\n" in printed
+        assert "on disk" not in printed and "run it again" not in printed

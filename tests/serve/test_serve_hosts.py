@@ -65,9 +65,9 @@ class Servers:
             (self.folder / "slow").unlink()
 
     def ask(self, body: dict[str, Any]) -> list[int]:
-        said = self.http.post("/v1/completions", json=body | {"return_token_ids": True})
-        assert said.status_code == 200, [said.text, *(process.printed() for process in self.processes)]
-        return said.json()["choices"][0]["token_ids"]
+        response = self.http.post("/v1/completions", json=body | {"return_token_ids": True})
+        assert response.status_code == 200, [response.text, *(process.printed() for process in self.processes)]
+        return response.json()["choices"][0]["token_ids"]
 
     @contextlib.contextmanager
     def streaming(self, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
@@ -109,10 +109,10 @@ def serving(folder: pathlib.Path, count: int, mesh: str) -> Iterator[Servers]:
     flags = [*FLAGS, "--dp-size", data, "--tp-size", model]
     processes = tiny.start_processes(count, ["-c", COLD, *flags], cwd=folder, **QUICKLY)
     try:
-        while not (said := processes[0].printed()).endswith("/v1 answers\n"):
+        while not (printed := processes[0].printed()).endswith("/v1 answers\n"):
             assert all(process.poll() is None for process in processes), [one.printed() for one in processes]
             time.sleep(0.05)
-        with httpx2.Client(base_url=said.splitlines()[-1].removesuffix("/v1 answers"), timeout=300) as http:
+        with httpx2.Client(base_url=printed.splitlines()[-1].removesuffix("/v1 answers"), timeout=300) as http:
             servers = Servers(folder, processes, http)
             until = time.monotonic() + 300
             body = PARAMS | {"prompt": PROMPTS}
@@ -157,8 +157,8 @@ def check_drained(servers: Servers, index: int) -> None:
             slowly.close()
             tokens += [token for event in events for token in event["choices"][0]["token_ids"]]
     assert tokens == whole
-    for status, said in tiny.end_processes(servers.processes, timeout=30):
-        assert status == 0 and "Traceback" not in said, said
+    for status, output in tiny.end_processes(servers.processes, timeout=30):
+        assert status == 0 and "Traceback" not in output, output
 
 
 @pytest.mark.long  # beside much other work the first dispatch failed, at a load of 10 on two cores
@@ -198,6 +198,6 @@ def test_one_that_dies_or_hangs_ends_all(folder, count, mesh, lost, sent):
         others = [process for process in servers.processes if process is not servers.processes[lost]]
         ended = tiny.end_processes(others, timeout=40)
         assert time.monotonic() - start < 40
-        for status, said in ended:
-            assert re.search(r"eagle3_jax\.serve: process \d.* of \d,? .*(is gone|fell silent|was killed)", said), said
-            assert status == 1 or (lost == 0 and status), said
+        for status, text in ended:
+            assert re.search(r"eagle3_jax\.serve: process \d.* of \d,? .*(is gone|fell silent|was killed)", text), text
+            assert status == 1 or (lost == 0 and status), text

@@ -109,6 +109,6 @@ def test_who_is_slow_when_the_server_ends_is_told_so(monkeypatch):
             reads.sendall(b"GET /half HTTP/1.1\r\nHost: a\r\n\r\n")
             assert b"200 OK" in reads.recv(4096)
             server.should_exit = True
-            said = b"".join(iter(lambda: slow.recv(4096), b""))
-            assert said.startswith(b"HTTP/1.1 503") and b'"code":"aborted"' in said
+            response = b"".join(iter(lambda: slow.recv(4096), b""))
+            assert response.startswith(b"HTTP/1.1 503") and b'"code":"aborted"' in response
     assert not any(more.get("exc_info") for more in failures)

@@ -261,7 +261,7 @@ def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_pa
     features.write_shard(features.shard_path(folder, 0, 1), records, ids)
     with pytest.raises(ValueError, match=rf"{split}, batch \d+: loss nan.*chat-1, {split}/00000-of-00001") as stopped:
         train.train(config, target)
-    assert capsys.readouterr().err.endswith("\n")  # the progress bar is closed: what is said next stands alone
+    assert capsys.readouterr().err.endswith("\n")  # the progress bar is closed: the next message has a line of its own
     with Checkpoints(config.folder("train")) as checkpoints:
         step = checkpoints.latest
     batch = int(str(stopped.value).split("batch ")[1].split(":")[0])
@@ -386,8 +386,8 @@ def test_a_training_is_told_by_the_files_of_a_named_head_and_by_what_its_taus_ar
 def test_another_training_on_the_same_features_takes_them_by_a_link(tmp_path, target, monkeypatch):
     config = prepared(tmp_path / "run", target)
     manifest.begin(config.folder("train"), {"verb": "train"})
-    said = rf"made from something else.*seed.*ln -s {config.folder('extract')} RUN_DIR/features"
-    with pytest.raises(manifest.ManifestError, match=f"(?s){said}"):
+    message = rf"made from something else.*seed.*ln -s {config.folder('extract')} RUN_DIR/features"
+    with pytest.raises(manifest.ManifestError, match=f"(?s){message}"):
         train.train(config, target)
     other = dataclasses.replace(config, run_dir=str(tmp_path / "other"))
     (tmp_path / "other").mkdir()

@@ -35,8 +35,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         body = json.dumps(wanted | {"prompt": prompt, "cache_prompt": False}).encode()
         # Its own API, not OpenAI's, returns token ids.
         asked = urllib.request.Request(f"{server.listening_address}/completion", body, _JSON)
-        with urllib.request.urlopen(asked) as said:
-            return json.load(said)["tokens"]
+        with urllib.request.urlopen(asked) as response:
+            return json.load(response)["tokens"]
 
     seconds, found = [], []
     with concurrent.futures.ThreadPoolExecutor(request["batch_size"]) as clients:

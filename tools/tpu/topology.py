@@ -58,7 +58,7 @@ def topology_devices(name: str) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("libtpu: got none, expected the TPUs' compiler, which needs no TPU: pip install libtpu")
     sizes = [int(size) for size in re.findall(r"\d+", name.partition(":")[2])]
-    # libtpu 0.0.41 knows a slice smaller than a host of 2 x 2 chips only where that is said to be the host.
+    # libtpu 0.0.41 knows a slice smaller than a host of 2 x 2 chips only where that is declared as the host.
     host = {"chips_per_host_bounds": [*sizes, 1][:3]} if sizes and math.prod(sizes) < 4 else {}
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, **host).devices

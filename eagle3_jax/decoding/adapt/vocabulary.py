@@ -34,10 +34,10 @@ def renewed(
     Tokens that no answer has leave, but for its ends; those of the highest ids first: the tokenizer learnt them last.
     `counts` tells how often each of the target's tokens stands in the answers; both vocabularies ascend.
     """
-    said = np.flatnonzero(counts)
-    missing = np.setdiff1d(said, token_ids)
+    answered = np.flatnonzero(counts)
+    missing = np.setdiff1d(answered, token_ids)
     missing = missing[np.argsort(-counts[missing], kind="stable")]
-    free = np.setdiff1d(token_ids, [*said, *ends])[::-1]
+    free = np.setdiff1d(token_ids, [*answered, *ends])[::-1]
     count = min(len(missing), len(free))
     return np.union1d(np.setdiff1d(token_ids, free[:count]), missing[:count]).astype(np.int32)
 

@@ -117,8 +117,8 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
         unread=unread,
         observed=observed,
     )
-    said = {"root": found.root, "done": done, "failed": found.failed, **vars(logprobs)}
-    report = reports.pack(reports.of_prefill(best), **said)
+    fields = {"root": found.root, "done": done, "failed": found.failed, **vars(logprobs)}
+    report = reports.pack(reports.of_prefill(best), **fields)
     return constrain(state, STATE_SHARDING_RULES), constrain(report, ())
 
 

@@ -64,22 +64,22 @@ def follow(engines: Sequence[Engine], rows: Rows) -> None:
     told = False
     while True:
         try:
-            said = line.read()
+            message = line.read()
         except (OSError, EOFError) as error:
             why = "fell silent" if isinstance(error, TimeoutError) else "is gone"
             raise HostLost(f"process 0 of {processes.count()} {why}") from error
-        if said == "end":
+        if message == "end":
             return
-        if said == "ping":
+        if message == "ping":
             line.send("pong")
             if command.stop_asked() and not told:
                 line.send("stop")
                 told = True
             continue
-        runner = runners[said["row"]]
-        report = runner.run(wire.decode(said, runner.sizes, runner.tiers))
-        if report is not None and said["row"] in reads:
-            reports.put((said["row"], said["number"], report))
+        runner = runners[message["row"]]
+        report = runner.run(wire.decode(message, runner.sizes, runner.tiers))
+        if report is not None and message["row"] in reads:
+            reports.put((message["row"], message["number"], report))
 
 
 def _of(process: int, rows: Rows) -> list[int]:

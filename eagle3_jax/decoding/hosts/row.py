@@ -145,15 +145,16 @@ class Hosts:
         line = self._lines[process]
         while True:
             try:
-                said = line.read()
+                message = line.read()
             except (OSError, EOFError):
                 self.lose(process, "is gone")
                 return
             self._heard[process] = time.monotonic()
-            if said == "stop":
+            if message == "stop":
                 os.kill(os.getpid(), signal.SIGTERM)
-            elif said != "pong":
-                self._reports[said["row"]].put((said["number"], numbers_of(said["report"]).reshape(said["shape"])))
+            elif message != "pong":
+                report = numbers_of(message["report"]).reshape(message["shape"])
+                self._reports[message["row"]].put((message["number"], report))
 
     def _ping(self) -> None:
         while not self._over.wait(_PING) and self.failure is None:

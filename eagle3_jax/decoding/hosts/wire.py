@@ -119,13 +119,13 @@ def encode(call: Call) -> dict[str, Any]:
     return {"call": call.name, "form": form, "sent": text_of(call.sent.bits)}
 
 
-def decode(said: dict[str, Any], sizes: Sizes, tiers: Sequence[Tier]) -> Call:
+def decode(message: dict[str, Any], sizes: Sizes, tiers: Sequence[Tier]) -> Call:
     """Makes a call of JSON. Raises ValueError: one that no host asks for."""
-    if said["call"] not in _CALLS:
-        raise ValueError(f"call: got {said['call']!r}, expected one of {', '.join(_CALLS)}")
+    if message["call"] not in _CALLS:
+        raise ValueError(f"call: got {message['call']!r}, expected one of {', '.join(_CALLS)}")
     of_name = {tier.name: tier for tier in tiers}
-    call = _for_nobody(sizes, said["call"], *((k, of_name.get(v, v)) for k, v in said["form"].items()))
-    return call._replace(sent=dataclasses.replace(call.sent, bits=numbers_of(said["sent"])))
+    call = _for_nobody(sizes, message["call"], *((k, of_name.get(v, v)) for k, v in message["form"].items()))
+    return call._replace(sent=dataclasses.replace(call.sent, bits=numbers_of(message["sent"])))
 
 
 @functools.cache

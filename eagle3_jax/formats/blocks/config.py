@@ -98,12 +98,12 @@ def read(network: type[DFlash], values: dict[str, Any], problems: list[str]) -> 
     found |= _markov(flat, problems) if network.corrector == "markov" else {}
     if network.corrector == "selector":
         found |= {field: _integer(flat, key, problems, 1) for key, field in _SELECTOR.items()}
-    predicts, said = network.corrector == "markov", flat.get("sample_from_anchor")  # whether the anchor's row does
-    if said is None and wrapped and predicts:
+    predicts, declared = network.corrector == "markov", flat.get("sample_from_anchor")  # whether the anchor's row does
+    if declared is None and wrapped and predicts:
         absent = "vLLM takes an absent one for False, speculators for True"
         problems.append(f"sample_from_anchor: missing, expected True; {absent}")
-    if said not in (None, predicts):
-        problems.append(f"sample_from_anchor: got {said!r}, expected {predicts} of {network.__name__}")
+    if declared not in (None, predicts):
+        problems.append(f"sample_from_anchor: got {declared!r}, expected {predicts} of {network.__name__}")
     if len(problems) > known:
         return None
     config = canonical(network, BlockHeadConfig(**sizes, **found))

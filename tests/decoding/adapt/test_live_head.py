@@ -129,8 +129,8 @@ def test_the_ring_holds_what_a_pass_over_the_whole_text_computes(toy, engine, mo
         for name, whole in (("aux", aux), ("last_hidden", last)):
             found = getattr(observed, name)[slot, places].view(jnp.bfloat16).astype(jnp.float32)
             np.testing.assert_allclose(found, whole[0, first:].astype(jnp.float32), atol=2e-2)
-        said = np.asarray(observed.argmax)[slot, places][answer - len(token_ids) :]
-        assert said.tolist() == best[0, answer:].tolist()
+        best_tokens = np.asarray(observed.argmax)[slot, places][answer - len(token_ids) :]
+        assert best_tokens.tolist() == best[0, answer:].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -430,8 +430,8 @@ def test_impossible_requests_to_adapt_are_refused_before_work(toy, engine):
         "no draft head": {"draft": None},
         "simulated_acceptance": {"draft": toy.plain, "tree": CHAIN, "simulated_acceptance": 0.5},
     }
-    for said, options in wrong.items():
-        with pytest.raises(ValueError, match=f"adapt: got .*{said}"):
+    for message, options in wrong.items():
+        with pytest.raises(ValueError, match=f"adapt: got .*{message}"):
             Engine(toy.target, Tokenizer(), **options, max_length=64, adapt=ADAPT)
     model = Draft(DraftModel(toy.target), jnp.arange(24))
     with pytest.raises(ValueError, match="adapt: got a draft of DraftModel"):

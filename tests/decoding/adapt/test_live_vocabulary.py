@@ -1,4 +1,4 @@
-"""A live draft vocabulary: tokens that are said get places, and rows that draft at once."""
+"""A live draft vocabulary: tokens of the answers get places, and rows that draft at once."""
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ V = 60
     st.lists(st.integers(0, 3), min_size=V, max_size=V),
     st.integers(0, V - 1),
 )
-def test_what_is_said_gets_a_place_and_what_is_not_makes_room(held, said, end):
-    old, counts = np.array(sorted(held), np.int32), np.array(said)
+def test_a_token_of_the_answers_gets_a_place_and_another_makes_room(held, occurrences, end):
+    old, counts = np.array(sorted(held), np.int32), np.array(occurrences)
     new = vocabulary.renewed(old, counts, (end,))
     assert len(new) == len(old) and (np.diff(new) > 0).all() and new.dtype == np.int32
     came, left = set(new.tolist()) - held, held - set(new.tolist())
@@ -36,8 +36,8 @@ def test_what_is_said_gets_a_place_and_what_is_not_makes_room(held, said, end):
     out = set(np.flatnonzero(counts).tolist()) - set(new.tolist())
     assert not out or stayed <= {*np.flatnonzero(counts).tolist(), end}, "a place is left"
     assert not (out and came) or max(counts[list(out)]) <= min(counts[list(came)]), "the most frequent come first"
-    unsaid = [token for token in stayed if not counts[token] and token != end]
-    assert not (left and unsaid) or max(unsaid) < min(left), "what the tokenizer learnt last leaves first"
+    absent = [token for token in stayed if not counts[token] and token != end]
+    assert not (left and absent) or max(absent) < min(left), "what the tokenizer learnt last leaves first"
     places = vocabulary.places(old, new)
     assert [int(old[at]) if at >= 0 else None for at in places] == [t if t in held else None for t in new.tolist()]
 

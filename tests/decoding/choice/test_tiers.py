@@ -156,8 +156,8 @@ def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_anot
     head.fc[...] *= np.nan
     prompts, params = requests(24, seed=5)
     expected = [x.token_ids for x in vanilla.generate(prompts, params)]
-    said = np.bincount(np.concatenate(expected), minlength=24)
-    ids = toy.good.token_ids.at[0].set(int(said.argmin()))  # what it always drafts: of 24 tokens another may be right
+    counts = np.bincount(np.concatenate(expected), minlength=24)
+    ids = toy.good.token_ids.at[0].set(int(counts.argmin()))  # what it always drafts: of 24 tokens another may be right
     engine = Engine(toy.target, Tokenizer(), dataclasses.replace(toy.good, head=head, token_ids=ids), **SMALL)
     with caplog.at_level(logging.WARNING):
         drawn = engine.generate(prompts[:2], SamplingParams(temperature=1.0, max_tokens=20))

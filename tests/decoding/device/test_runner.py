@@ -113,12 +113,12 @@ def test_a_dispatch_sends_one_array(toy, monkeypatch):
     ]
     placed = [runs._arguments(call, None)[-1] for call in every]
     assert sent == [np.int32] * len(every)
-    said = [one.arguments() for one in placed]
-    for leaf, packed in zip(jax.tree.leaves(chunk), jax.tree.leaves(said[0]), strict=True):
+    arguments = [one.arguments() for one in placed]
+    for leaf, packed in zip(jax.tree.leaves(chunk), jax.tree.leaves(arguments[0]), strict=True):
         assert leaf.dtype == packed.dtype
         np.testing.assert_array_equal(leaf, packed)
-    assert [None if x is None else x.tolist() for x in said[1][:4]] == [[False] * 5, None, 0, 0]
-    assert [x.tolist() for x in said[2][:4]] == [[False, True, False, False, False], [2, 0, 5, 5], 4, 1]
-    assert [(x[4].tier, bool(x[4].greedy)) for x in said[1:3]] == [(VANILLA, True)] * 2
-    assert [x.tolist() for x in said[3]] == [[False] * 4 + [True], [3]]
-    assert [x.tolist() for x in said[4]] == [2, [7, 8] + [-1] * 62]
+    assert [None if x is None else x.tolist() for x in arguments[1][:4]] == [[False] * 5, None, 0, 0]
+    assert [x.tolist() for x in arguments[2][:4]] == [[False, True, False, False, False], [2, 0, 5, 5], 4, 1]
+    assert [(x[4].tier, bool(x[4].greedy)) for x in arguments[1:3]] == [(VANILLA, True)] * 2
+    assert [x.tolist() for x in arguments[3]] == [[False] * 4 + [True], [3]]
+    assert [x.tolist() for x in arguments[4]] == [2, [7, 8] + [-1] * 62]

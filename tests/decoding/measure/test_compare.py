@@ -87,7 +87,7 @@ def test_the_numbers_follow_their_definitions() -> None:
     }
 
 
-def test_what_cannot_be_said_is_none() -> None:
+def test_what_cannot_be_measured_is_none() -> None:
     tally = Tally()
     tally.add(prompts("x"), [output([5])], [output([6], 0, [0, 0])], (1.0, 1.0))  # ended by its first token
     report = tally.report(exact=False)

@@ -152,9 +152,9 @@ def test_drafts_change_no_token_of_a_seed(name):
         at = jnp.take_along_axis(logits, node[:, None, None], axis=1)
         _, drawn, _ = jitted(root, at, 0, sampling, lengths + depth, stops, greedy=False)
         there = way.path[:, min(depth + 1, 3)]
-        said = jnp.where(depth < way.accepted, verify_lib.row_of(tree.tokens, there), bonus)
+        chosen = jnp.where(depth < way.accepted, verify_lib.row_of(tree.tokens, there), bonus)
         reached = np.asarray(depth <= way.accepted)
-        np.testing.assert_array_equal(np.asarray(said)[reached], np.asarray(drawn)[reached])
+        np.testing.assert_array_equal(np.asarray(chosen)[reached], np.asarray(drawn)[reached])
 
 
 def drawn_tree(drafts: np.ndarray, q: np.ndarray, token_ids: np.ndarray, copied: int | None) -> TokenTree:

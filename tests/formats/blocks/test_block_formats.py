@@ -433,16 +433,16 @@ def test_what_the_forms_engine_cannot_run_is_refused(tmp_path, form, kind, chang
 
 def test_engines_that_run_a_head_are_named() -> None:
     assert DFLASH.served_by(stored(DFLASH2, draft_vocab_size=DRAFT_VOCAB), "eagle3_jax") == "served by eagle3_jax"
-    said = {kind.name: DFLASH.served_by(stored(kind, layer_types=(FULL,)), "vllm") for kind in BLOCKS}
-    assert said["dflash"] == "served by SGLang 0.5.23, vLLM 0.32.0, vLLM on a CPU 0.32.0 and later"
-    assert said["dspark"] == (
+    sentences = {kind.name: DFLASH.served_by(stored(kind, layer_types=(FULL,)), "vllm") for kind in BLOCKS}
+    assert sentences["dflash"] == "served by SGLang 0.5.23, vLLM 0.32.0, vLLM on a CPU 0.32.0 and later"
+    assert sentences["dspark"] == (
         "served by SGLang 0.5.23, vLLM 0.32.0 and later; not by vLLM on a CPU (to 0.32.0): DSpark fails"
     )
     several = DFLASH.served_by(stored(DFLASH), "vllm")
     assert several.endswith("and later; not by vLLM on a CPU (to 0.32.0): several layers ignored")
     assert DFLASH.refusals(stored(DFLASH, **MIXED), "vllm") == []
-    (said,) = ENGINES.cannot_run(CPU, stored(DFLASH, **MIXED), "vllm")
-    assert said.startswith("layer_types: got ['sliding_attention', 'full_attention'], expected all of one type")
+    (problem,) = ENGINES.cannot_run(CPU, stored(DFLASH, **MIXED), "vllm")
+    assert problem.startswith("layer_types: got ['sliding_attention', 'full_attention'], expected all of one type")
     assert ENGINES.cannot_run(CPU, stored(DFLASH, **SLIDE), "vllm") == []
 
 

@@ -65,7 +65,7 @@ WHY = [
 
 
 @pytest.mark.parametrize(("error", "why"), WHY, ids=[type(error).__name__ for error, _ in WHY])
-def test_why_a_hub_gives_nothing_is_said(monkeypatch, error, why):
+def test_why_a_hub_gives_nothing_is_reported(monkeypatch, error, why):
     def refuse(*args, **kwargs):
         raise error
 
@@ -114,11 +114,11 @@ def test_a_path_is_a_folder_and_an_empty_name_is_not_the_working_directory(tmp_p
         fetch.fetch("")
     assert fetch.target_config(folder) == TargetConfig(name=str(folder))
     wrong: Any
-    for wrong, said in (
+    for wrong, message in (
         (tmp_path / "none", "target: got .*none, no such folder"),
         (3, "target: got int, expected a na"),
     ):
-        with pytest.raises(fetch.TargetError, match=said), tiny.no_type_checks():
+        with pytest.raises(fetch.TargetError, match=message), tiny.no_type_checks():
             fetch.target_config(wrong)  # pyrefly: ignore
 
 
@@ -149,7 +149,7 @@ def test_a_hub_is_asked_for_one_commit(asked, given):
 
 
 @pytest.mark.slow
-def test_the_commit_that_a_hub_answered_with_is_said_and_kept(monkeypatch, tmp_path, capsys):
+def test_the_commit_that_a_hub_answered_with_is_printed_and_kept(monkeypatch, tmp_path, capsys):
     """The target is the same whether its commit was found or named."""
     commit = "0123456789" * 4
     tiny.write_target(tmp_path / "snapshots" / commit)
@@ -160,8 +160,8 @@ def test_the_commit_that_a_hub_answered_with_is_said_and_kept(monkeypatch, tmp_p
         return fetch.load_target(TargetConfig(name=name, aux_layers=(1, 2, 3)), only=()).identity
 
     found = load("org/model")
-    said = f"org/model: took commit {commit}; target.name org/model@{commit} takes no other\n"
-    assert capsys.readouterr().err == said
+    message = f"org/model: took commit {commit}; target.name org/model@{commit} takes no other\n"
+    assert capsys.readouterr().err == message
     assert (found["name"], found["commit"]) == ("org/model", commit)
     assert load(f"org/model@{commit[:7]}") == load(f"org/model@{commit}") == found
     assert capsys.readouterr().err == ""

@@ -184,14 +184,14 @@ def test_what_is_not_read_is_refused_by_its_name(tmp_path):
     with pytest.raises(TargetError, match=r"model.gguf.*: got a file, expected a folder with config.json, tokenizer"):
         load_target(str(blocks / "model.gguf"))
     content = (blocks / "model.gguf").read_bytes()
-    for damaged, said in {
+    for damaged, message in {
         content[:4000]: "not a GGUF file",
         content.replace(b"qwen3", b"bert3", 1): "general.architecture: got 'bert3', expected 'llama' or",
         content.replace(b"attention.head_count", b"attention.head_lount", 1): "attention.head_count: got None",
         content.replace(b"attn_k_norm", b"attn_k_morn", 1): "attn_k_morn.weight: unknown",
     }.items():
         (blocks / "model.gguf").write_bytes(damaged)
-        with pytest.raises(WeightsError, match=said):
+        with pytest.raises(WeightsError, match=message):
             target_of(blocks)
     (blocks / "model.gguf").write_bytes(content)
     shutil.copy(blocks / "model.gguf", blocks / "other.gguf")

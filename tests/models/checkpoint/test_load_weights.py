@@ -145,7 +145,7 @@ TIED = tiny.llama_config(num_hidden_layers=1, tie_word_embeddings=True, aux_laye
 
 
 def tied(folder, copy):
-    """A checkpoint whose embeddings are said to be its LM head, and which holds `copy(embeddings)` as well."""
+    """A checkpoint that declares its embeddings as its LM head, and holds `copy(embeddings)` as well."""
     rng = np.random.default_rng(0)
     tensors = {
         name: rng.normal(size=shape).astype(jnp.bfloat16)
@@ -166,10 +166,10 @@ def test_a_tied_lm_head_of_other_values_is_refused(tmp_path, monkeypatch, only):
 
     monkeypatch.setattr(load, "_ROWS", 10)
     tied(tmp_path, other)
-    said = (
+    message = (
         "lm_head.weight: got other values than model.embed_tokens.weight, expected equal ones or none, as tie_word_emb"
     )
-    with pytest.raises(WeightsError, match=said):
+    with pytest.raises(WeightsError, match=message):
         load_model(tmp_path, TIED, jnp.float32, only=only)
 
 

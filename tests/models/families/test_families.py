@@ -496,13 +496,13 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     mask[4:, 1:4] = False
     seen, lengths = jnp.asarray(mask)[None], jnp.full(1, 8, jnp.int32)
     hidden, _, _ = forward(model, tree, Pass(positions, lengths, seen), cache)
-    said = model.logits(hidden)[0]
+    logits = model.logits(hidden)[0]
     _, _, cache = forward(model, tree[:, :3], Pass(positions[:, :3], lengths, seen[:, :3, :3]), cache)
     later, _, _ = forward(model, tree[:, 3:], Pass(positions[:, 3:], lengths, seen[:, 3:]), cache)
-    np.testing.assert_allclose(model.logits(later)[0], said[3:], atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(model.logits(later)[0], logits[3:], atol=1e-4, rtol=1e-4)
     for branch, rows in ((a, range(1, 4)), (b, range(4, 16))):
         alone, _ = cached(model, jnp.asarray([*prefix, *branch])[None], [9 + len(branch)])
-        np.testing.assert_allclose(said[np.asarray(rows)], alone[0, 9:], atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(logits[np.asarray(rows)], alone[0, 9:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -603,10 +603,10 @@ def test_the_base_of_rope_that_is_left_out_is_transformers(family, section):
     architecture = family.config.architecture
     values = shapes(architecture, 0) | {"architectures": [architecture]}
     values = {name: x for name, x in values.items() if name not in ("rope_theta", "rope_scaling", "rope_parameters")}
-    said = {} if section == "none" else {section: {"rope_type": "linear", "factor": 2.0}}
+    given = {} if section == "none" else {section: {"rope_type": "linear", "factor": 2.0}}
     model_type = "qwen2" if architecture in SAME_AS else family.config.model_type
-    rope = AutoConfig.for_model(model_type, **values, **said).rope_parameters
-    assert read_shape(values | said, (0, 1)).rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    rope = AutoConfig.for_model(model_type, **values, **given).rope_parameters
+    assert read_shape(values | given, (0, 1)).rope_theta == rope.get("full_attention", rope)["rope_theta"]
 
 
 def test_mscale_of_another_family_is_refused():

@@ -65,10 +65,10 @@ def checked(environment: dict[str, str]) -> str:
 def test_a_bucket_that_may_not_be_written():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Forbids) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        said = checked(os.environ | {clients.EMULATOR: f"http://127.0.0.1:{server.server_port}"})
+        printed = checked(os.environ | {clients.EMULATOR: f"http://127.0.0.1:{server.server_port}"})
         server.shutdown()
     expected = "AddressError: run_dir: got 'gs://bucket/run', expected a bucket that may be written with EAGLE3_JAX_C"
-    assert expected in said and "storage.objects.create denied" in said
+    assert expected in printed and "storage.objects.create denied" in printed
 
 
 @pytest.mark.slow
