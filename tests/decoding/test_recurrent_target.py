@@ -12,6 +12,7 @@ import tiny
 import tiny_families
 from flax import nnx
 from test_family_rounds import LENGTH, VOCABULARY, plain
+from tiny_blocks import make_block_head
 from toy import NO_TEXT
 
 from eagle3_jax.config import AdaptConfig, DraftConfig, DraftTree, MeshConfig
@@ -19,8 +20,10 @@ from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.mesh import make_mesh, own_replica, shardings
 from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import quantised_model
@@ -125,3 +128,37 @@ def test_drafts_change_no_token_of_few_bits(model, expected, weights):
     few = quantised_model(model, weights, vocabulary=True)
     without = tokens(Engine(few, NO_TEXT, None, **SIZES))
     assert tokens(Engine(few, NO_TEXT, head(model), TREE, **SIZES)) == without != expected
+
+
+def block(model: TargetModel) -> Draft:
+    """A DFlash whose drafts come from the first 40 tokens, with the target's own embeddings as its LM head."""
+    sizes = {"hidden_size": 32, "target_hidden_size": 32, "aux_layers": model.config.aux_layers}
+    made = make_block_head(DFlash, vocab_size=VOCABULARY, draft_vocab_size=40, **sizes)
+    made.lm_head[...] = model.output_rows[:40]
+    return Draft(made, jnp.arange(40))
+
+
+def smaller(model: TargetModel) -> Draft:
+    family = next(family for family in FAMILIES if family.config.model_type == "qwen3")
+    return Draft(DraftModel(tiny_families.make(family, num_hidden_layers=3).observed_at(())), jnp.arange(VOCABULARY))
+
+
+CHAIN = DraftTree(num_steps=3, num_draft_tokens=4)
+SOURCES: dict[str, tuple[Any, DraftTree]] = {
+    "tree": (head, TREE),
+    "chain": (head, CHAIN),
+    "copies": ("lookup", CHAIN),
+    "tree and copies": (head, dataclasses.replace(TREE, lookup_tokens=3)),
+    "block": (block, TREE),
+    "draft model": (smaller, TREE),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_source_of_drafts_changes_a_token(model, expected, source, batch):
+    draft, tree = SOURCES[source]
+    size = SIZES | {"batch_size": batch}
+    engine = Engine(model, NO_TEXT, draft if isinstance(draft, str) else draft(model), tree, **size)
+    assert tokens(engine, prompts=PROMPTS * 4) == expected * 4
