@@ -159,6 +159,7 @@ SOURCES: dict[str, tuple[Any, DraftTree]] = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_source_of_drafts_changes_a_token(model, expected, source, batch):
     draft, tree = SOURCES[source]
-    size = SIZES | {"batch_size": batch}
-    engine = Engine(model, NO_TEXT, draft if isinstance(draft, str) else draft(model), tree, **size)
+    made: Any = draft if isinstance(draft, str) else draft(model)
+    target = model.observed_at(() if draft is smaller else model.config.aux_layers)
+    engine = Engine(target, NO_TEXT, made, tree, **SIZES | {"batch_size": batch})
     assert tokens(engine, prompts=PROMPTS * 4) == expected * 4
