@@ -68,7 +68,8 @@ class WarmUp:
         self._tiers.default = tier
         rows, length = sizes.prefill_shapes[-1]
         reads = calls.prefill(sizes, rows=rows, length=length)
-        first = calls.note_prompt(sizes), reads, self._rounds(sizes.batch, [tier])[0]
+        states = [calls.copy_state(sizes)] if sizes.kept_states else []
+        first = [calls.note_prompt(sizes), *states, reads, self._rounds(sizes.batch, [tier])[0]]
         self._say(f"{self.planned} programs are to compile, at most; {len(first)} answer every request")
         runner.begin()
         for call in shown(first, "compile", "program", self._progress):
@@ -77,9 +78,8 @@ class WarmUp:
     def rest(self, lend: Lender) -> None:
         """Compiles all others, and measures what rounds cost."""
         runner, sizes = self._runner, self._runner.sizes
-        others = [calls.catch_up(sizes)] if runner.rests else []
-        others += [calls.copy_state(sizes)] if sizes.kept_states else []
-        for call in [*self._rounds(sizes.batch, self._base), *others]:
+        wakes = [calls.catch_up(sizes)] if runner.rests else []
+        for call in [*self._rounds(sizes.batch, self._base), *wakes]:
             self._compile(call)
         self._tiers.default = self._base[-1]
         for rows, length in shown(sizes.prefill_shapes[:-1], "compile readers of prompts", "program", self._progress):

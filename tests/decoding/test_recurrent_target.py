@@ -18,6 +18,7 @@ from toy import NO_TEXT
 from eagle3_jax.config import AdaptConfig, DraftConfig, DraftTree, MeshConfig
 from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.warm_up import WarmUp
 from eagle3_jax.mesh import make_mesh, own_replica, shardings
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.dflash import DFlash
@@ -62,6 +63,20 @@ def engine(model: TargetModel) -> Engine:
 @pytest.fixture(scope="module")
 def expected(model: TargetModel) -> list[list[int]]:
     return [plain(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+def test_a_long_prompt_compiles_nothing_behind_the_first_programs(monkeypatch):
+    """What keeps a state, and what brings it back, is among the programs that answer every request."""
+    monkeypatch.setattr(WarmUp, "rest", lambda self, lend: None)
+    sizes: dict[str, Any] = {"batch_size": 1, "max_length": 320, "page_size": 16}
+    longer = tiny_families.make(FAMILY, num_hidden_layers=3, max_position_embeddings=512)
+    engine = Engine(longer, NO_TEXT, None, **sizes)
+    engine.warm_up()
+    before = engine.stats().programs
+    for _ in range(2):
+        engine.generate([[7] * 290], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert engine.stats().cached_tokens == 256 and engine.stats().programs == before
 
 
 @pytest.mark.slow
