@@ -138,8 +138,15 @@ def rope_table(
 ) -> tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]:
     """Computes cosines and sines of every position, float32, which broadcast over heads."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
+
+    def table() -> tuple[Array, Array]:
+        return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+
+    if default_implementation() != "pallas":
+        # XLA for CPUs drops barriers before it fuses; it keeps a branch that it cannot foresee.
+        return jax.lax.cond(positions.min() > -(2**30), table, lambda: (jnp.zeros_like(angles),) * 2)
     # The barrier keeps XLA from recomputing them in every layer, for every head.
-    return jax.lax.optimization_barrier((jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude))
+    return jax.lax.optimization_barrier(table())
 
 
 def scaled_rope_table(
