@@ -10,7 +10,7 @@ import mutants
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", mutants.read(mutants.TABLE), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", mutants.read(mutants.TABLE), ids=lambda mutant: mutant.guarantee)
 def test_a_mutant_s_code_and_its_test_are_there(mutant, collected):
     mutants.mutate(mutants.ROOT, mutant)
     test = mutants.locate(mutants.ROOT, mutant.test)
