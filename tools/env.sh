@@ -17,11 +17,10 @@ EVERY_ANNOTATION=--jaxtyping-packages=eagle3_jax,beartype.beartype
 # shellcheck disable=SC2034
 PYTEST=(python -m pytest -p timeout --timeout-method thread -n 2 --dist loadscope -q -rs --durations 20)
 
-# Process that tells a log every 15 seconds that work goes on.
+# Process that tells every 15 seconds that work goes on.
 BEAT=""
 
 beat() {
-  if [[ -t 2 ]]; then return 0; fi
   while sleep 15 &>/dev/null && kill -0 $$ 2>/dev/null; do echo "... $SECONDS s so far" >&2; done &
   BEAT=$!
 }
@@ -86,15 +85,6 @@ explain() {
   esac
 }
 
-# Shows the latest line of a long command on a terminal; silent in a log.
-ticker() {
-  local line
-  while IFS= read -r line; do
-    if [[ -t 2 ]]; then printf '\r\033[K%.100s' "$line" >&2; fi
-  done
-  if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
-}
-
 # uv takes a tenth of pip's time. Where the PATH has none, pip installs the locked one beside the other packages.
 get_uv() {
   if command -v uv >/dev/null || [[ -x $VENV/bin/uv ]]; then return; fi
@@ -117,7 +107,7 @@ uv_install() (
 pip_install() {
   local output
   if uv_install "$@"; then return; fi
-  output=$("$VENV/bin/python" -m pip install --progress-bar off "$@" 2>&1 | tee >(ticker)) || fail "$(explain "$output")"
+  output=$("$VENV/bin/python" -m pip install --progress-bar off "$@" 2>&1) || fail "$(explain "$output")"
 }
 
 # prepare_environment ROLE [EXTRA [SUPERSET...]]

@@ -18,23 +18,17 @@ LABEL=eagle3_jax
 PAUSE=20 # seconds between two looks
 PATIENCE=5 # looks in a row at which a host may stay silent
 STOPPED=75 # a verb's exit status after SIGTERM, as eagle3_jax/runs/command.py has it
+# A bucket is asked as the VM's service account.
+VERBS_ENVIRONMENT="PYTHONUNBUFFERED=1 EAGLE3_JAX_CREDENTIALS=machine"
 
 # ------------------------------------------------------------------------------------------------------------ arguments
-COMMANDS="create, install, first-run, regenerate, extract, train, serve or delete"
-command=${1:-}
-case $command in
-  create) options="--type --wait-minutes --spot" ;;
-  install) options="" ;;
-  first-run) options="--run-dir" ;;
-  regenerate) options="--config" ;;
-  extract) options="--config" ;;
-  train) options="--config" ;;
-  serve) options="--config --port" ;;
-  delete) options="" ;;
-  *) fail "got ${command:-nothing}, expected $COMMANDS." ;;
-esac
+declare -A OPTIONS=([create]="--type --wait-minutes --spot" [install]="" [first-run]=--run-dir [regenerate]=--config
+  [extract]=--config [train]=--config [serve]="--config --port" [delete]="")
+command=${1:-nothing}
+[[ -v OPTIONS[$command] ]] ||
+  fail "got $command, expected create, install, first-run, regenerate, extract, train, serve or delete."
 shift
-options="--name --zone --project --dry-run $options"
+options="--name --zone --project --dry-run ${OPTIONS[$command]}"
 
 name="" zone="" project="" type="" config="" spot="" dry_run="" run_dir=""
 port=8000 wait_minutes=60
@@ -65,21 +59,19 @@ expect() {
 }
 
 # slice TYPE: sets its hosts and the software of its VMs. Status 1 for an unknown type.
+declare -A SOFTWARE=([v5litepod]=v2-alpha-tpuv5-lite [v6e]=v2-alpha-tpuv6e [v5p]=v2-alpha-tpuv5)
 slice() {
   local size=${1##*-}
-  case $1 in
-    v5litepod-*) software=v2-alpha-tpuv5-lite ;;
-    v6e-*) software=v2-alpha-tpuv6e ;;
-    v5p-*) software=v2-alpha-tpuv5 ;;
-  esac
-  case $1 in
-    v5litepod-[148] | v6e-[148]) hosts=1 ;;
-    v5litepod-16 | v5litepod-32 | v5litepod-64 | v5litepod-128 | v5litepod-256) hosts=$((size / 4)) ;;
-    v6e-16 | v6e-32 | v6e-64 | v6e-128 | v6e-256) hosts=$((size / 4)) ;;
-    # The number counts cores: two for each chip, four chips for each host.
-    v5p-8 | v5p-16 | v5p-32 | v5p-64 | v5p-128 | v5p-256 | v5p-512 | v5p-1024) hosts=$((size / 8)) ;;
-    *) return 1 ;;
-  esac
+  if [[ $1 =~ ^(v5litepod|v6e)-[148]$ ]]; then
+    hosts=1
+  elif [[ $1 =~ ^(v5litepod|v6e)-(16|32|64|128|256)$ ]]; then
+    hosts=$((size / 4))
+  elif [[ $1 =~ ^v5p-(8|16|32|64|128|256|512|1024)$ ]]; then
+    hosts=$((size / 8)) # the number counts cores: two for each chip, four chips for each host
+  else
+    return 1
+  fi
+  software=${SOFTWARE[${1%%-*}]}
 }
 
 expect --name "$name" '[a-z]([a-z0-9-]{0,61}[a-z0-9])?' "lower-case letters, digits and hyphens, 63 at most"
@@ -112,17 +104,8 @@ trap 'rm -rf "$scratch"' EXIT
 # --------------------------------------------------------------------------------------------------------------- gcloud
 # ask ARGUMENTS...: calls gcloud; with --dry-run prints the call, in a form that a shell can run.
 ask() {
-  local word
   if [[ -n $dry_run ]]; then
-    printf gcloud
-    for word in "$@"; do
-      if [[ $word =~ ^[a-zA-Z0-9_=:./@-]+$ ]]; then
-        printf ' %s' "$word"
-      else
-        printf " '%s'" "${word//\'/\'\\\'\'}" # lines stay lines
-      fi
-    done
-    echo
+    echo "gcloud ${*@Q}"
   else
     gcloud "$@"
   fi
@@ -152,14 +135,11 @@ ready() {
   case $state in
     ACTIVE) slice "$kind" || fail "$name: got $kind, expected a type that 'create' makes." ;;
     NONE) fail "--name: got $name, expected a slice that 'create' made; there is none of this name in $zone." ;;
-    SUSPENDING | SUSPENDED) reclaimed ;;
+    SUSPENDING | SUSPENDED)
+      fail "$name is $state: it was reclaimed. Run 'create', 'install' and then this command again: what is in the bucket \
+stays, and the run goes on from there." ;;
     *) fail "$name is $state, expected ACTIVE: run 'create' again, which waits for it." ;;
   esac
-}
-
-reclaimed() {
-  fail "$name is $state: it was reclaimed. Run 'create', 'install' and then this command again: what is in the bucket stays, \
-and the run goes on from there."
 }
 
 # everywhere WORD SCRIPT: runs the script on all hosts at once; fails unless each one completes it.
@@ -197,39 +177,18 @@ PYTHON=\$python bash -c 'source tools/env.sh; prepare_environment tpu' install
 EOF
 }
 
-first_run_script() {
-  cat <<EOF
-set -eu
-cd eagle3_jax
-env PYTHONUNBUFFERED=1 EAGLE3_JAX_CREDENTIALS=machine .venv/bin/python tools/tpu_first_run.py${run_dir:+ --run-dir $(printf %q "$run_dir")}
-EOF
-}
-
-# enter_script: changes to eagle3_jax, with this run's config.
-enter_script() {
-  local end=END_OF_THE_FILE
+# The job outlives this connection. It holds a lock while it runs, and writes its exit status to a file.
+start_script() {
+  local end=END_OF_THE_FILE line=""
+  if ((${#overrides[@]})); then printf -v line ' %q' "${overrides[@]}"; fi
   cat <<EOF
 set -eu
 [ -x eagle3_jax/.venv/bin/python ] || { echo "\$(hostname): no eagle3_jax, expected what 'install' makes" >&2; exit 1; }
-cd eagle3_jax
-mkdir -p jobs/$command
-cat >jobs/$command/config.partial <<'$end'
+mkdir -p eagle3_jax/jobs/$command
+cd eagle3_jax/jobs/$command
+cat >config.partial <<'$end'
 $(<"$config")
 $end
-EOF
-}
-
-# verb_line: the verb's command line on the host, its arguments quoted. A bucket is asked as the VM's service account.
-verb_line() {
-  printf 'env PYTHONUNBUFFERED=1 EAGLE3_JAX_CREDENTIALS=machine .venv/bin/python -m eagle3_jax.%s --config jobs/%s/config.yaml' "$command" "$command"
-  if (($#)); then printf ' %q' "$@"; fi
-}
-
-# The job outlives this connection. It holds a lock while it runs, and writes its exit status to a file.
-start_script() {
-  enter_script
-  cat <<EOF
-cd jobs/$command
 if flock -n lock true; then
   mv config.partial config.yaml
   rm -f status pid
@@ -238,7 +197,7 @@ if flock -n lock true; then
 echo \$\$ >pid
 cd ../..
 status=0
-$(verb_line ${overrides[@]+"${overrides[@]}"}) || status=\$?
+env $VERBS_ENVIRONMENT .venv/bin/python -m eagle3_jax.$command --config jobs/$command/config.yaml$line || status=\$?
 if [ \$status = $STOPPED ]; then status=stopped; fi
 echo \$status >jobs/$command/status.partial
 mv jobs/$command/status.partial jobs/$command/status
@@ -331,7 +290,8 @@ first_run() {
   local status=0
   ready
   ((hosts == 1)) || [[ -n $run_dir ]] || say "Without --run-dir gs://BUCKET/FOLDER the verb train is left out on $hosts hosts."
-  on_hosts "$(first_run_script)" || status=$?
+  on_hosts "cd eagle3_jax && env $VERBS_ENVIRONMENT .venv/bin/python tools/tpu_first_run.py\
+${run_dir:+ --run-dir $(printf %q "$run_dir")}" || status=$?
   mkdir -p runs
   ask compute tpus tpu-vm scp "$name:eagle3_jax/runs/first_run/first_run.json" runs/first_run.json "${where[@]}" --worker=0 --quiet ||
     fail "got no table from host 0; what was said stands above."
@@ -364,8 +324,7 @@ follow() {
       silent=0
       grep -q "^tpu_vm: .* running\$" "$output" || fail "$command ended, its log stands above. Run the same command again: it goes on where it was."
     else
-      look
-      [[ $state == ACTIVE ]] || reclaimed
+      ready
       ((++silent < PATIENCE)) || fail "not all $hosts hosts answer. The job goes on; the same command follows it again."
     fi
     sleep "$PAUSE"
@@ -404,6 +363,5 @@ delete() {
 
 case $command in
   regenerate | extract | train) job ;;
-  first-run) first_run ;;
-  *) "$command" ;;
+  *) "${command/-/_}" ;;
 esac
