@@ -155,10 +155,6 @@ make_environment() {
 
 # Lines of `timed`.
 TIMES=()
-# Name of a background command -> file of its output.
-declare -A BESIDE=()
-
-took() { TIMES+=("$(printf '%3d:%02d  %s' $(($2 / 60)) $(($2 % 60)) "$1")"); }
 
 # timed NAME COMMAND...: runs the command and records its time for `show_times`.
 timed() {
@@ -166,30 +162,7 @@ timed() {
   shift
   echo "== $name"
   "$@" || status=$?
-  took "$name" $((SECONDS - start))
-  return "$status"
-}
-
-# begin NAME COMMAND...: as `timed`, in the background. `finish NAME` waits, prints the output, returns the status.
-begin() {
-  local name=$1
-  shift
-  BESIDE[$name]=$(mktemp)
-  {
-    local start=$SECONDS status=0
-    "$@" </dev/null >"${BESIDE[$name]}" 2>&1 || status=$?
-    echo "$status $((SECONDS - start))" >"${BESIDE[$name]}.end"
-  } &
-}
-
-finish() {
-  local name=$1 output=${BESIDE[$1]} status seconds
-  while [[ ! -s $output.end ]]; do sleep 0.2; done
-  read -r status seconds <"$output.end"
-  echo "== $name"
-  cat "$output"
-  rm -f "$output" "$output.end"
-  took "$name" "$seconds"
+  TIMES+=("$(printf '%3d:%02d  %s' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) "$name")")
   return "$status"
 }
 
