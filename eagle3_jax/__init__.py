@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.runs import environment
@@ -34,23 +35,37 @@ _HOMES = {
 }
 __all__ = sorted(_HOMES)
 
-# Versions of jaxlib that are silently wrong on CPUs. 0.10.2 loses rows of reductions (jax#39103). Since then XLA joins
-# products and reductions wrongly; no round or training step has such a call under 0.12.0.1. Those between are untested.
+# Versions of jaxlib that are silently wrong on CPUs with YNNPACK. 0.10.2 loses rows of reductions (jax#39103). Since
+# then XLA joins products and reductions wrongly; no round or training step has such a call under 0.12.0.1. Those
+# between are untested with it.
 _WRONG_ON_CPU = frozenset({"0.10.2", "0.11.0", "0.11.1", "0.11.2", "0.12.0"})
-_RIGHT = ">=0.10.1,!=0.10.2,!=0.11.*,!=0.12.0"
+_NO_YNNPACK = "--xla_cpu_experimental_ynn_fusion_type="
 
 
-def _refuse_wrong_results(jaxlib: str, platforms: str) -> None:
-    """Raises ImportError where this jaxlib may be wrong on CPUs, unless JAX_PLATFORMS puts an accelerator first."""
-    if jaxlib in _WRONG_ON_CPU and platforms.split(",")[0] in ("", "cpu"):
+def _compiles_with_ynnpack() -> bool:
+    """Tells it of a process whose backends have started, which is when XLA has read its flags."""
+    options = sys.modules["jaxlib._jax"].CompileOptions()  # each owns what it returns, and so has a name
+    build = options.executable_build_options
+    return f"{_NO_YNNPACK[2:-1]}:" in str(build.debug_options)
+
+
+def _switch_ynnpack_off(jaxlib: str) -> None:
+    """Sets XLA's flag where this jaxlib is wrong on CPUs; raises ImportError where JAX computes on one without it."""
+    if jaxlib not in _WRONG_ON_CPU:
+        return
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge is None or not bridge.backends_are_initialized():
+        others = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_NO_YNNPACK))
+        os.environ["XLA_FLAGS"] = " ".join([_NO_YNNPACK, *others])
+    elif bridge.get_backend().platform == "cpu" and _compiles_with_ynnpack():
         raise ImportError(
             f"jaxlib: got {jaxlib}, whose results on CPUs are wrong or unproven (docs/how-it-is-exact.md), expected "
-            f"0.10.1, or 0.12.0.1 and later: pip install --upgrade 'jax{_RIGHT}' 'jaxlib{_RIGHT}'. "
-            "On an accelerator, name it in JAX_PLATFORMS."
+            "0.10.1, or 0.12.0.1 and later; or eagle3_jax imported before JAX starts its backend, which sets "
+            f"XLA_FLAGS={_NO_YNNPACK}"
         )
 
 
-_refuse_wrong_results(importlib.metadata.version("jaxlib"), os.environ.get("JAX_PLATFORMS", ""))
+_switch_ynnpack_off(importlib.metadata.version("jaxlib"))
 if environment.begins_verb():  # a verb imports JAX before its first line runs
     environment.prepare()
 environment.silence_xla()

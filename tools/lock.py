@@ -6,6 +6,7 @@
 
 Requires uv on the PATH (`pip install uv`) and a network. Each file holds a role's additions to the previous role;
 tpu.txt holds the additions to train.txt, docs.txt those to decode.txt. tpu.txt and test.txt have the same libtpu.
+tpu-inference.txt replaces what of decode.txt that engine pins to other versions, for a test of both in one environment.
 """
 
 import fnmatch
@@ -22,6 +23,8 @@ FOLDER = ROOT / "requirements"
 ROLES = {"decode": [], "train": ["prepare", "train", "report"], "test": ["test", "reference"]}
 # Not locked: the package index chooses the wheel of torch, and so its hash and its CUDA libraries.
 UNLOCKED = ("torch", "triton", "cuda-*", "nvidia-*")
+# Python 3.11's newest jax computes on CPUs without YNNPACK, and slower: eagle3_jax/__init__.py.
+LINES = ["jax==0.10.1; python_version < '3.12'", "jaxlib==0.10.1; python_version < '3.12'"]
 
 
 def entries(text: str) -> list[str]:
@@ -29,8 +32,8 @@ def entries(text: str) -> list[str]:
     return re.findall(r"^\S+==(?:.*\\\n)+.*\n", text, re.MULTILINE)
 
 
-def resolve(extras: list[str], options: list[str], pinned: str) -> str:
-    """Runs `uv pip compile` for the package with `extras` and its build; versions of `pinned` are preferred."""
+def resolve(extras: list[str], options: list[str], pinned: str, *beside: str) -> str:
+    """Runs `uv pip compile` for the package with `extras`, its build and what is `beside` it; prefers `pinned`."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     with tempfile.TemporaryDirectory() as scratch:
         output = pathlib.Path(scratch, "lock.txt")
@@ -39,7 +42,8 @@ def resolve(extras: list[str], options: list[str], pinned: str) -> str:
         command += ["--no-header", "--no-annotate", "--output-file", str(output), "pyproject.toml", "-", *options]
         for extra in extras:
             command += ["--extra", extra]
-        subprocess.run(command, check=True, cwd=ROOT, input="\n".join(build), text=True, stdout=subprocess.DEVNULL)
+        lines = "\n".join([*build, *LINES, *beside])
+        subprocess.run(command, check=True, cwd=ROOT, input=lines, text=True, stdout=subprocess.DEVNULL)
         return output.read_text()
 
 
@@ -57,6 +61,11 @@ def main() -> None:
         held[role] = [x for x in found if not any(fnmatch.fnmatch(x.split("==")[0], name) for name in UNLOCKED)]
         added = [entry for entry in held[role] if base is None or entry not in held[base]]
         (FOLDER / f"{role}.txt").write_text((f"-r {base}.txt\n" if base else "") + "".join(added))
+    versions = {entry.split()[0] for entry in held["decode"]}
+    names = {version.split("==")[0] for version in versions}
+    beside = entries(resolve([], [], whole, "tpu-inference; python_version >= '3.12'"))
+    others = [x for x in beside if x.split("==")[0] in names and x.split()[0] not in versions]
+    (FOLDER / "tpu-inference.txt").write_text("".join(others))
 
 
 if __name__ == "__main__":
