@@ -1,6 +1,6 @@
-"""Checks the installed wheel in an otherwise empty environment: its data files are there, and it decodes.
+"""Checks the installed wheel in an otherwise empty environment: its size, its data files, and that it decodes.
 
-`tools/ci/test_package.sh` runs this script next to a copy of tests/tiny.py.
+`tools/ci/test_package.sh` runs this script next to the wheel and a copy of tests/tiny.py.
 """
 
 import importlib.resources
@@ -21,8 +21,12 @@ from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 
+MOST_BYTES = 25e6  # every release counts towards what an index stores of a project
+
 
 def main() -> None:
+    (wheel,) = pathlib.Path().glob("*.whl")
+    assert wheel.stat().st_size <= MOST_BYTES, f"{wheel}: got {wheel.stat().st_size} bytes, expected <= {MOST_BYTES}"
     package = pathlib.Path(eagle3_jax.__file__).parent
     assert sys.prefix in str(package), f"{package}: expected the installed package, below {sys.prefix}"
     files = importlib.resources.files("eagle3_jax")

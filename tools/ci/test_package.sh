@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Builds the sdist and its wheel, installs the wheel alone into a new environment, and decodes.
-#   tools/ci/test_package.sh [PYTHON]
+# Builds the sdist and its wheel, installs the wheel alone into a new environment, and decodes. FOLDER gets both files.
+#   tools/ci/test_package.sh [PYTHON [FOLDER]]
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 
 PYTHON=${1:-$(find_python)}
+built=${2:+$(realpath "$2")}
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
@@ -24,3 +25,7 @@ cd "$place" || exit 1
 "$python" -m pip check
 # What is compiled runs once: without LLVM's optimizer.
 JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 "$python" -W error::ImportWarning check_package.py
+if [[ -n $built ]]; then
+  mkdir -p "$built"
+  cp ./*.tar.gz ./*.whl "$built"
+fi
