@@ -15,8 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
-import jax
-
 from eagle3_jax.config import AdaptConfig, DraftTree, FewBits, MeshConfig, TargetConfig, Weights
 from eagle3_jax.config.checks import require
 from eagle3_jax.decoding import arguments
@@ -132,7 +130,7 @@ class Engine:
         every, learner, learned = tiers.tiers, None, 0
         require(adapt is None or isinstance(adapt, AdaptConfig), "adapt", adapt, "AdaptConfig, or None")
         if adapt is not None:
-            learner, target, draft = _learner(adapt, target, draft, simulated_acceptance, identity)
+            learner, draft = _learner(adapt, target, draft, simulated_acceptance, identity)
             learned = adapt.row_length
         kept = (batch_size if prefix_cache else 0) if target.config.recurrent else None
         sizes = Sizes.plan(batch_size, max_length, page_size, every, learned=learned, kept_states=kept)
@@ -570,19 +568,14 @@ def _learner(
     draft: Draft | None,
     simulated: float | None,
     identity: Mapping[str, Any] | None,
-) -> tuple[Learner, TargetModel, Draft]:
-    """Makes the learner of an engine. Returns it, the target and the head to begin with, committed to their devices.
-
-    A head is committed once it was trained. A program would be compiled once more for it if the first one were not.
-    """
-    place = target.embed[...].sharding
-    if draft is None or simulated is not None or not place.is_fully_addressable:
+) -> tuple[Learner, Draft]:
+    """Makes the learner of an engine. Returns it and the head to begin with."""
+    here = target.embed[...].sharding.is_fully_addressable
+    if draft is None or simulated is not None or not here:
         got = "no draft head" if draft is None else "simulated_acceptance"
-        got = got if place.is_fully_addressable else "a target on devices of several processes"
+        got = got if here else "a target on devices of several processes"
         raise ValueError(f"adapt: got it with {got}, expected a draft head that learns in one process")
     from eagle3_jax.decoding.adapt.learner import HeadLearner  # optimizers and checkpoints: seconds of imports
 
     learner = HeadLearner(adapt, target, draft, identity)
-    if len(place.device_set) > 1:
-        return learner, target, learner.draft  # the runner places the head
-    return learner, *jax.device_put((target, learner.draft), place)
+    return learner, learner.draft

@@ -53,7 +53,8 @@ def test_the_next_answer_is_the_new_policy_s_and_nothing_is_compiled(toy, engine
     engine.replace_target(toy.target)
     check(engine, expected["old"], cached=0)
     check(engine, expected["old"], cached=32)
-    before, policy = engine.stats().programs, other(toy.target)
+    # A trainer's arrays are committed to its devices.
+    before, policy = engine.stats().programs, jax.device_put(other(toy.target), jax.devices()[0])
     engine.replace_target(policy)
     for leaf in jax.tree.leaves(policy):
         leaf.delete()  # as a step of training does that donates

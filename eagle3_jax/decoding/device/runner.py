@@ -86,6 +86,8 @@ class ModelRunner:
             draft = _spread(draft, self.mesh)
         self._draft_weights: Quantization | None = draft_weights or weights_beside(target)
         self.few_bits = few_bits(target)
+        self._place = target.embed[...].sharding if self.mesh is None else None
+        target, draft = self._committed(target), self._committed(draft)
         target, draft = for_inference(target), None if draft is None else for_inference(draft, self._draft_weights)
         self.target, self.draft, self.sizes = target, draft, sizes
         self.widths, self.prefill_shapes = [sizes.batch], sizes.prefill_shapes
@@ -94,10 +96,7 @@ class ModelRunner:
         self._models = Models.of(target, draft)
         self.tiers, self.kv_dtype = tuple(tiers), kv_dtype
         make = functools.partial(empty_state, sizes=sizes, tiers=self.tiers, kv_dtype=kv_dtype)
-        embed = self.target.embed[...]
-        # Committed to its device as the models are; else the first program would be compiled twice.
-        place = embed.sharding if self.mesh is None and embed.committed else None
-        self._empty_state = jax.jit(make, out_shardings=place)
+        self._empty_state = jax.jit(make, out_shardings=self._place)
         self._state: State | None = None
         self._ready: dict[tuple[Any, ...], Callable[..., Any]] = {}  # compiled ahead, by name and form
         self._called: set[tuple[Any, ...]] = set()  # those of others
@@ -108,7 +107,8 @@ class ModelRunner:
 
         The weights are stored as those before, perhaps rounded to bfloat16, so that nothing is compiled again.
         """
-        draft = for_inference(draft if self.mesh is None else _spread(draft, self.mesh), self._draft_weights)
+        draft = self._committed(draft) if self.mesh is None else _spread(draft, self.mesh)
+        draft = for_inference(draft, self._draft_weights)
         before, self.draft = self.draft, _as_before(self.draft, draft, rounds=True)
         self._replaced(before, self.draft)
 
@@ -122,12 +122,16 @@ class ModelRunner:
 
         A matrix is stored in bfloat16 only where the one before was, and bfloat16 holds its numbers.
         """
-        return _as_before(self.target, for_inference(target), rounds=False)
+        return _as_before(self.target, for_inference(self._committed(target)), rounds=False)
 
     def replace_target(self, target: TargetModel) -> None:
         """Verifies with this target, see `packed_target`, from the next call on. The state stays."""
         before, self.target = self.target, target
         self._replaced(before, target)
+
+    def _committed(self, model: T) -> T:
+        """Commits a model to the one device, as a trainer's are: each program would be compiled for both kinds."""
+        return model if self._place is None else jax.device_put(model, self._place)
 
     def _replaced(self, before: Any, model: Any) -> None:
         """Takes a model in another's place. Programs compiled for other dtypes or panels are forgotten."""
