@@ -48,6 +48,7 @@ if [[ $which == long ]]; then
   # One at a time: several of them start processes of their own, which must find each other within gloo's 30 seconds.
   check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long "$EVERY_ANNOTATION"
   check bash tools/ci/test_beam.sh
+  check bash tools/ci/test_tunix.sh
   check python tools/mutants.py
 fi
 show_times
