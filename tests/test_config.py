@@ -91,6 +91,10 @@ def test_a_mapping_may_be_merged_into_others(example):
         ({"run_dir": "x", "train": {"max_steps": True}}, r"train\.max_steps: got True, expected a number"),
         ({"run_dir": "x", "benchmark": {"batch_sizes": [1, True]}}, r"benchmark\.batch_sizes\.1: got True, expected a"),
         ({"run_dir": "x", "draft": {"fc_norm": 1}}, r"draft\.fc_norm: got 1, expected true or false"),
+        (
+            {"run_dir": "x", "draft": {"kind": "dflash", "sliding_window": 8}},
+            r"draft\.sliding_window: got 8, expected null: draft\.layer_types has no sliding_attention",
+        ),
         ({"run_dir": "x", "train": {"epochs": math.inf}}, r"train\.epochs: .*finite number"),
         ({"run_dir": "x", "draft": {"head_dim": 0}}, r"draft\.head_dim: got 0, expected at least 1"),
         (

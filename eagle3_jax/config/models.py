@@ -103,11 +103,13 @@ class DraftConfig:
         fc_norm: norm each hidden state before `fc`; with `norm_output` the head is EAGLE-3.1 (as vLLM and SGLang name
             it).
         norm_output: the normed output recurs, not the raw one; with `fc_norm` the head is EAGLE-3.1.
+        qk_norm: norm each query and key head before RoPE, in an EAGLE-3 head (vLLM alone serves it; block heads always
+            do).
         num_layers: decoder layers of a block head.
         block_size: rows of a block head's block; DFlash and DFlash2 draft one token fewer.
         mask_token_id: the target's token, one without another use, at the positions that a block head drafts.
         layer_types: attention of each layer of a block head; None is `full_attention` in all.
-        sliding_window: window of its `sliding_attention` layers, in tokens.
+        sliding_window: window of its `sliding_attention` layers, or of an EAGLE-3 head, in tokens.
         is_causal: whether all its layers are causal within a block; None: the sliding ones alone.
         selector_rank: rank of DFlash2's selector, whose two codebooks are most of a small target's head.
     """
@@ -122,6 +124,7 @@ class DraftConfig:
     max_position_embeddings: Count | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    qk_norm: bool = False
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2)] = 8
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
@@ -138,7 +141,8 @@ class DraftConfig:
         require(fits, "layer_types", types, f"draft.num_layers = {self.num_layers} of them")
         sliding = types is not None and "sliding_attention" in types
         expected = "the window of the sliding layers" if sliding else "null: draft.layer_types has no sliding_attention"
-        require((window is not None) == sliding, "sliding_window", window, expected)
+        one_layer = self.kind == "eagle3"
+        require(one_layer or (window is not None) == sliding, "sliding_window", window, expected)
 
 
 @section("mesh")

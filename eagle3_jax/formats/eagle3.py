@@ -34,6 +34,7 @@ ENGINES = {
 # - SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23: models/llama_eagle3.py, llama.py, eagle_worker.py,
 #   layers/rotary_embedding (YaRN's factor is called `attn_factor` there);
 # - vLLM's wheels 0.21.0, 0.22.0 and 0.32.0 (0.33.0 is the same): models/llama_eagle3.py, llama.py, gpu_model_runner.py;
+#   0.32.0 alone: qwen3_eagle3.py, and windows;
 #   0.24.0 and 0.25.0: configs/speculators/algos.py. 0.21.0 has neither norm, and exactly three aux layers. Up to 0.24.0
 #   the form of speculators passes neither flag on;
 # - EAGLE's model/cnets.py, which loads with strict=False;
@@ -53,6 +54,8 @@ SINCE = {
     "either in the form `speculators`": (FAILS, "0.25.0", FAILS, FAILS, UNKNOWN),
     "`norm_before_residual`": (SILENT, "0.21.0", SILENT, SILENT, "b8692ff"),
     "`norm_before_fc`": ("0.5.23", "0.21.0", SILENT, SILENT, FAILS),
+    "`qk_norm`": (SILENT, "0.32.0", SILENT, SILENT, FAILS),
+    "`sliding_window`": (SILENT, "0.32.0", SILENT, SILENT, SILENT),
     "RoPE `llama3`": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff"),
     "RoPE `linear`": ("0.4.5", "0.21.0", "cb7e084", FAILS, UNKNOWN),
     "RoPE `linear`, `rope_theta` not 10000": ("0.4.5", "0.21.0", SILENT, FAILS, UNKNOWN),
@@ -122,9 +125,11 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
         yield "aux layer 0 of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries from 1: {first}"
     if deepseek and last in (c.aux_layers or ()):
         yield "aux layer n of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries below {last}"
-    for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
+    for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "qk_norm"):
         if getattr(c, flag):
             yield f"`{flag}`", f"{flag}: got True, expected False"
+    if c.sliding_window is not None:
+        yield "`sliding_window`", f"sliding_window: got {c.sliding_window}, expected none"
     if form == SPECULATORS.name and (c.fc_norm or c.norm_output):
         flags = f"fc_norm, norm_output: got {c.fc_norm}, {c.norm_output}, expected False"
         yield "either in the form `speculators`", flags

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from eagle3_jax.formats.kinds import StoredHead
+from eagle3_jax.models.drafts.dflash import SLIDING
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.rope import is_positive, read_rope, write_rope
 
@@ -46,7 +47,7 @@ class Form:
     Attributes:
         name: in configs and on the command line.
         engines: the engines that read the form. The first one decides which heads the form can hold.
-        architectures: names in config.json; the first is written, the others are the same network.
+        architectures: names in config.json.
         layer: prefix of the names of the draft layer's tensors.
         keys, fixed: as `LLAMA` and `FIXED`. present: keys that must be present, even if null.
         read_aux: a flat object -> the boundaries, None for the default; appends to a list of problems.
@@ -74,6 +75,7 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
     if not isinstance(inner, dict):
         problems.append(f"eagle_config: got {inner!r}, expected an object")
         return None
+    values = _with_window(form, values, problems)
     for key, expected in form.fixed.items():
         for where, section in (("", values), ("eagle_config.", inner)):
             if section.get(key, expected) != expected:
@@ -90,6 +92,21 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
     if head.draft_vocab_size > head.vocab_size:
         problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {head.vocab_size}")
     return head
+
+
+def _with_window(form: Form, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Keeps the window of a sliding layer as vLLM does: `Qwen3Config` drops it unless `use_sliding_window` is true."""
+    types = values.get("layer_types") or ()
+    dropped = values.get("model_type") == "qwen3" and not values.get("use_sliding_window")
+    if SLIDING not in types or dropped:
+        return values | {"sliding_window": None}
+    if "sliding_window" not in form.keys:
+        problems.append(f"layer_types: got {types!r}, expected full attention: {form.engines[0]} reads no window")
+    elif types != [SLIDING]:
+        problems.append(f"layer_types: got {types!r}, expected one, of the one layer")
+    elif values.get("sliding_window") is None:
+        problems.append("sliding_window: missing, expected the window of the sliding layer")
+    return values | {"use_sliding_window": False}
 
 
 def sizes(
@@ -168,6 +185,7 @@ def draft_vocabulary(head: StoredHead) -> dict[str, Any]:
 
 def _value_problems(key: str, value: Any) -> list[str]:
     kind = typing.get_type_hints(DraftHeadConfig)[key]
+    kind = int if kind == int | None else kind
     if kind is bool:
         fits, expected = isinstance(value, bool), "true or false"
     else:

@@ -12,10 +12,12 @@ from eagle3_jax.formats import fields
 from eagle3_jax.formats.fields import AUX_LAYERS, FIXED, LLAMA, REQUIRED, Form, read_layers
 from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.formats.tensors import LAYER
+from eagle3_jax.models.drafts.dflash import SLIDING
 from eagle3_jax.models.layers import LinearScaling
 
 _FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
 _OFF = dict.fromkeys(_FLAGS, False)
+_LAYER = {"qk_norm": False, "sliding_window": None}
 _SIZES = {"draft_vocab_size": "vocab_size", "target_hidden_size": "hidden_size"}
 
 # ------------------------------------------------------------------------------------------------------------- sglang
@@ -68,7 +70,23 @@ SGLANG = Form(
 # vLLM, under its own architecture name: SGLang refuses what it would misread. vLLM (models/llama_eagle3.py and
 # v1/worker/gpu_model_runner.py, 0.32.0) takes boundaries, at top level or else in `eagle_config`. It expects three of
 # them unless `num_aux_hidden_states` gives another number. tpu-inference (models/jax/llama_eagle3.py, b8692ff) knows
-# this name alone, and tensors `midlayer.*`.
+# the first name alone, and tensors `midlayer.*`.
+#
+# A head with norms of queries and keys is vLLM's Qwen 3 class (models/qwen3_eagle3.py, 0.32.0). Both classes read the
+# window of a sliding layer.
+
+
+def _flatten_vllm(values: dict[str, Any]) -> dict[str, Any]:
+    return fields.with_inner_norm(values) | {"qk_norm": fields.architecture(values) == VLLM.architectures[1]}
+
+
+def _layer(head: StoredHead) -> dict[str, Any]:
+    """Writes the layer as vLLM has it: Qwen 3's where it norms queries and keys, else Llama's."""
+    c, values = head.config, fields.llama(head)
+    values |= {"model_type": "qwen3"} if c.qk_norm else {}
+    if c.sliding_window is not None:
+        values |= {"layer_types": [SLIDING], "sliding_window": c.sliding_window, "use_sliding_window": True}
+    return values
 
 
 def _read_aux_vllm(values: dict[str, Any], problems: list[str]) -> tuple[int, ...] | None:
@@ -83,7 +101,8 @@ def _count(head: StoredHead) -> dict[str, int]:
 
 
 def _write_vllm(head: StoredHead) -> dict[str, Any]:
-    values = {"architectures": [VLLM.architectures[0]], **fields.llama(head), **fields.draft_vocabulary(head)}
+    architecture = VLLM.architectures[head.config.qk_norm]
+    values = {"architectures": [architecture], **_layer(head), **fields.draft_vocabulary(head)}
     values |= {flag: True for flag in _FLAGS if getattr(head.config, flag)}
     if head.config.aux_layers is not None:
         values |= {AUX_LAYERS: list(head.config.aux_layers), **_count(head)}
@@ -93,33 +112,34 @@ def _write_vllm(head: StoredHead) -> dict[str, Any]:
 VLLM = Form(
     name="vllm",
     engines=("vLLM", "tpu-inference"),
-    architectures=("Eagle3LlamaForCausalLM",),
+    architectures=("Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"),
     layer=LAYER,
-    keys=LLAMA | _SIZES | _OFF,
+    keys=LLAMA | _SIZES | _OFF | _LAYER,
     fixed=FIXED,
-    flatten=fields.with_inner_norm,
+    flatten=_flatten_vllm,
     read_aux=_read_aux_vllm,
     write=_write_vllm,
 )
 
 # -------------------------------------------------------------------------------------------------------- speculators
 # speculators (models/eagle3/config.py, c05b95b), which `vllm serve HEAD` reads with the target's name. The draft
-# layer's `LlamaConfig` stands in `transformer_layer_config`, the other keys beside it; aux layers are boundaries. vLLM
-# takes a missing `norm_before_residual` for true (transformers_utils/configs/speculators/algos.py, 0.32.0), so every
-# flag is written. Embeddings, which speculators saves, are left out: both readers then use the target's.
+# layer's `LlamaConfig`, or `Qwen3Config` with norms of queries and keys, stands in `transformer_layer_config`, the
+# other keys beside it; aux layers are boundaries. vLLM takes a missing `norm_before_residual` for true
+# (transformers_utils/configs/speculators/algos.py, 0.32.0), so every flag is written. Embeddings, which speculators
+# saves, are left out: both readers then use the target's.
 
 
 def _flatten_speculators(values: dict[str, Any]) -> dict[str, Any]:
     layer, speculation = values.get("transformer_layer_config"), values.get("speculators_config")
     outer = {key: value for key, value in values.items() if key != "transformer_layer_config"}
     verifier = speculation.get("verifier") if isinstance(speculation, dict) else None
-    return (layer if isinstance(layer, dict) else {}) | outer | {"verifier": verifier}
+    values = (layer if isinstance(layer, dict) else {}) | outer | {"verifier": verifier}
+    return values | {"qk_norm": values.get("model_type") == "qwen3"}
 
 
 def _read_aux_speculators(values: dict[str, Any], problems: list[str]) -> tuple[int, ...] | None:
-    if "sliding_attention" in (values.get("layer_types") or ()):
-        got = values["layer_types"]
-        problems.append(f"transformer_layer_config.layer_types: got {got!r}, expected full attention")
+    if (got := values.get("model_type", "llama")) not in ("llama", "qwen3"):
+        problems.append(f"model_type: got {got!r}, expected 'llama' or 'qwen3'")
     return read_layers(AUX_LAYERS, values.get(AUX_LAYERS), problems)
 
 
@@ -133,7 +153,7 @@ def _write_speculators(head: StoredHead) -> dict[str, Any]:
         "embed_requires_grad": False,
         **({} if layers is None else {AUX_LAYERS: list(layers)}),
         "tie_word_embeddings": False,
-        "transformer_layer_config": fields.llama(head) | _count(head),
+        "transformer_layer_config": _layer(head) | _count(head),
         "speculators_config": speculation("eagle3", 3, head.verifier),  # vLLM's default number
     }
 
@@ -153,8 +173,8 @@ SPECULATORS = Form(
     engines=("vLLM",),
     architectures=("Eagle3DraftModel", "Eagle3Speculator"),
     layer="layers.0.",
-    keys=LLAMA | _SIZES | _OFF | {"norm_before_residual": True},
-    fixed=FIXED | {"speculators_model_type": "eagle3", "model_type": "llama", "embed_requires_grad": False},
+    keys=LLAMA | _SIZES | _OFF | _LAYER | {"norm_before_residual": True},
+    fixed=FIXED | {"speculators_model_type": "eagle3", "embed_requires_grad": False},
     flatten=_flatten_speculators,
     read_aux=_read_aux_speculators,
     write=_write_speculators,

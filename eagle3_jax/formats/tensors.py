@@ -43,6 +43,8 @@ def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
         table["aux_norm"] = plain("input_norm.weight", c.num_aux_layers * c.target_hidden_size)
     if c.fc_norm:
         table |= {f"fc_norm/{i}": plain(f"fc_norm.{i}.weight", c.target_hidden_size) for i in range(c.num_aux_layers)}
+    if c.qk_norm:
+        table |= {name: plain(f"{LAYER}self_attn.{name}.weight", c.head_dim) for name in ("q_norm", "k_norm")}
     return table
 
 

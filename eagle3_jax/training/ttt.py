@@ -94,13 +94,13 @@ def _step(
     """
     embeds, positions, segment_ids, row = inputs
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
+    def attend(q: Array, k: Array, v: Array, window: int | None = None) -> Array:
         nonlocal keys, values
         if isinstance(i, int):
             keys, values = jnp.concatenate([keys, k[None]]), jnp.concatenate([values, v[None]])
         else:
             keys, values = keys.at[i].set(k), values.at[i].set(v)
-        return ttt_attention(q, keys, values, segment_ids, i, **row)
+        return ttt_attention(q, keys, values, segment_ids, i, window=window, **row)
 
     following = jax.lax.dynamic_slice_in_dim(embeds, 1 + i, state.shape[1], axis=1)
     return whole_states(head(following, state, _pass(positions + i), attend)), keys, values
@@ -114,7 +114,7 @@ def _first_keys(head: Head, state: Array, embeds: Array, positions: Array, split
     """Computes the keys and values of step 0 in whole rows, once for all steps; of a step nothing else is computed."""
     own = []
 
-    def keep(q: Array, k: Array, v: Array) -> Array:
+    def keep(q: Array, k: Array, v: Array, window: int | None = None) -> Array:
         own.extend((k, v))
         return q
 

@@ -18,11 +18,15 @@ from eagle3_jax.export import check
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.usefixtures("plain_answers_once")]
 FLAGS = {"EAGLE-3": (), "EAGLE-3.1": ("--draft.fc-norm", "--draft.norm-output")}
+VLLM = ("--export.format", "vllm")
 # Heads that are trained for their own sake: what is asked of each verb from `extract` on.
 OTHERS = {
     "fc_norm": ("--draft.fc-norm",),
     "norm_output": ("--draft.norm-output",),
-    "four aux layers": ("--target.aux-layers", "0", "1", "2", "4", "--export.format", "vllm"),
+    "qk_norm": ("--draft.qk-norm", *VLLM),
+    "a window": ("--draft.sliding-window", "24", "--export.format", "speculators"),
+    "qk_norm and a window": ("--draft.qk-norm", *FLAGS["EAGLE-3.1"], "--draft.sliding-window", "24", *VLLM),
+    "four aux layers": ("--target.aux-layers", "0", "1", "2", "4", *VLLM),
 }
 WHOLE = ("--draft.vocab-size", str(tiny.CONFIG["vocab_size"]))
 LLAMA3 = {

@@ -12,6 +12,7 @@ from tiny_heads import AUX_KEY, SHAPES, TARGET, alter, assert_same, make_draft
 from eagle3_jax.formats.forms import FORMS
 from eagle3_jax.formats.heads import load_draft, read, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.models.drafts.dflash import SLIDING
 from eagle3_jax.models.layers import LinearScaling, RopeScaling
 
 LLAMA = {
@@ -204,6 +205,36 @@ def test_the_first_names_of_the_aux_norms_are_taken(tmp_path: pathlib.Path) -> N
     assert_same(load_draft(tmp_path / "head", target=TARGET), make_draft(fc_norm=True))
 
 
+def test_a_layer_of_qwen_3_and_its_window_are_told_in_vllm_s_words(tmp_path: pathlib.Path) -> None:
+    """`Qwen3Config` drops a window unless `use_sliding_window` is true; `LlamaConfig` has no such key."""
+    window = {"layer_types": [SLIDING], "sliding_window": 8, "use_sliding_window": True}
+    for form in ("vllm", "speculators"):
+        held, config = save(tmp_path / form, form, qk_norm=True, sliding_window=8)
+        layer, prefix = config.get("transformer_layer_config", config), LAYERS[form]
+        assert {name: layer[name] for name in window} == window and layer["model_type"] == "qwen3"
+        assert [held[f"{prefix}self_attn.{name}_norm.weight"].shape for name in "qk"] == [(6,), (6,)]
+        assert_same(load_draft(tmp_path / form, target=TARGET), make_draft(qk_norm=True, sliding_window=8))
+    assert tiny_heads.read(tmp_path / "vllm")[1]["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    alter(tmp_path / "vllm", use_sliding_window=False)
+    assert read(tmp_path / "vllm").config.sliding_window is None
+    save(tmp_path / "llama", "vllm", sliding_window=8)
+    alter(tmp_path / "llama", use_sliding_window=None)
+    assert read(tmp_path / "llama").config.sliding_window == 8
+    alter(tmp_path / "llama", layer_types=["full_attention"])
+    assert read(tmp_path / "llama").config.sliding_window is None
+
+
+@pytest.mark.parametrize("form", ["sglang", "eagle"])
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"sliding_window": 8}])
+def test_norms_of_queries_and_a_window_are_refused_where_the_engine_ignores_them(
+    tmp_path: pathlib.Path, form: str, changes: dict[str, Any]
+) -> None:
+    (field,) = changes
+    able = "expected vllm or speculators or eagle3_jax"
+    with pytest.raises(DraftFormatError, match=rf"(?s){field}: got .*; {FORMS[form].engines[0]} .*: ignored.*{able}"):
+        save(tmp_path / "head", form, head_dim=4, **changes)
+
+
 @pytest.mark.parametrize("form", ["sglang", "vllm"])
 def test_a_norm_before_fc_is_read_in_eagle_config_too(tmp_path: pathlib.Path, form: str) -> None:
     """Where NVIDIA's heads have it; there it counts more than at top level."""
@@ -220,10 +251,12 @@ def test_a_norm_before_fc_is_read_in_eagle_config_too(tmp_path: pathlib.Path, fo
 SPECULATORS = [
     ({"speculators_model_type": "peagle"}, "speculators_model_type: got 'peagle', expected 'eagle3'"),
     ({"embed_requires_grad": True}, "embed_requires_grad: got True, expected False"),
-    ({"transformer_layer_config": LLAMA | {"model_type": "qwen3"}}, "model_type: got 'qwen3', expected 'llama'"),
+    ({"transformer_layer_config": LLAMA | {"model_type": "qwen2"}}, "model_type: got 'qwen2', expected 'llama' or"),
+    ({"transformer_layer_config": LLAMA | {"model_type": "qwen3"}}, "missing tensor midlayer.self_attn.q_norm.weight"),
+    ({"transformer_layer_config": LLAMA | {"layer_types": [SLIDING]}}, "sliding_window: missing, expected the window"),
     (
-        {"transformer_layer_config": LLAMA | {"layer_types": ["sliding_attention"]}},
-        "transformer_layer_config.layer_types: got ['sliding_attention'], expected full attention",
+        {"transformer_layer_config": LLAMA | {"layer_types": [SLIDING] * 2}},
+        "layer_types: got ['sliding_attention', 'sliding_attention'], expected one, of the one layer",
     ),
     ({"transformer_layer_config": None}, "hidden_size: missing"),
 ]
@@ -231,6 +264,10 @@ SGLANG = [
     ({"draft_vocab_size": None}, "draft_vocab_size: missing"),
     ({"norm_before_residual": True}, "norm_before_residual: got True, expected False"),
     ({"fc_norm": 1}, "fc_norm: got 1, expected true or false"),
+    (
+        {"layer_types": [SLIDING], "sliding_window": 8},
+        "layer_types: got ['sliding_attention'], expected full attention: SGLang reads no window",
+    ),
     ({AUX_KEY: ["1"]}, f"{AUX_KEY}: got ['1'], expected a list of integers"),
 ]
 

@@ -95,15 +95,19 @@ def numpy_chain(
         normed = norm(z, "midlayer.hidden_norm.weight")
         u = np.concatenate([norm(embed, "midlayer.input_layernorm.weight"), normed])
         q, k, v = (w[f"midlayer.self_attn.{x}_proj.weight"] @ u for x in "qkv")
-        keys.append(rope(k.reshape(kv, d), position))
+        q, k = q.reshape(heads, d), k.reshape(kv, d)
+        if c["model_type"] == "qwen3":
+            q, k = (norm(x, f"midlayer.self_attn.{name}_norm.weight") for name, x in (("q", q), ("k", k)))
+        keys.append(rope(k, position))
         values.append(v.reshape(kv, d))
-        q = rope(q.reshape(heads, d), position)
+        q = rope(q, position)
+        seen = slice(-c.get("sliding_window", 0), None)  # 0 is all
         out = []
         for n in range(heads):
             group = n // (heads // kv)
-            scores = np.array([q[n] @ key[group] for key in keys]) / np.sqrt(d)
+            scores = np.array([q[n] @ key[group] for key in keys[seen]]) / np.sqrt(d)
             weights = np.exp(scores - scores.max())
-            out.append(sum(p * value[group] for p, value in zip(weights / weights.sum(), values, strict=True)))
+            out.append(sum(p * value[group] for p, value in zip(weights / weights.sum(), values[seen], strict=True)))
         residual = normed if c.get("norm_before_residual") else z
         h1 = residual + w["midlayer.self_attn.o_proj.weight"] @ np.concatenate(out)
         m = norm(h1, "midlayer.post_attention_layernorm.weight")
@@ -133,8 +137,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": LinearScaling(4.0)},
     "norm_before_fc": {"norm_before_fc": True},
     "yarn": {"rope_scaling": YARN},
+    "qk_norm": {"qk_norm": True},
+    "sliding_window": {"sliding_window": 4},
+    "qk_norm and sliding_window": {"qk_norm": True, "sliding_window": 4, "norm_output": True},
 }
-FAST = ("EAGLE-3.1",)
+FAST = ("EAGLE-3.1", "qk_norm and sliding_window")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +184,8 @@ HEADS = st.fixed_dictionaries(
         "norm_output": st.booleans(),
         "norm_before_residual": st.booleans(),
         "norm_before_fc": st.booleans(),
+        "qk_norm": st.booleans(),
+        "sliding_window": st.sampled_from([None, 4]),
         "rope_theta": st.sampled_from([10000.0, 500000.0]),
         "rope_scaling": st.sampled_from([None, LLAMA3, LinearScaling(2.0), YARN, YarnScaling(4.0, 16)]),
         "head_dim": st.sampled_from([4, 6]),

@@ -61,6 +61,13 @@ def run_config(kind: str, **changes: Any) -> RunConfig:
     return RunConfig(run_dir="run", draft=DraftConfig(**draft), train=RUN)
 
 
+def test_a_window_that_hides_a_step_s_own_key_is_refused() -> None:
+    target = tiny.llama_config(vocab_size=VOCAB, aux_layers=(0, 1, 2))
+    kind_of(run_config("eagle3", sliding_window=STEPS), target)
+    with pytest.raises(ValueError, match=r"sliding_window: got 2, expected at least ttt_steps = 3"):
+        kind_of(run_config("eagle3", sliding_window=STEPS - 1), target)
+
+
 # ------------------------------------------------------------------------------- MTP layers, one document, plain torch
 class Plain:
     """The loss of one row of MTP layers, draft by draft: no packing, no masks, no shared passes."""

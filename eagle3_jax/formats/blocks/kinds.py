@@ -106,7 +106,6 @@ def _shape(network: type[DFlash], draft: DraftConfig, target: ModelConfig) -> Bl
         block_size=draft.block_size,
         mask_token_id=mask,
         layer_types=draft.layer_types or (FULL,) * draft.num_layers,
-        sliding_window=draft.sliding_window,
         is_causal=draft.is_causal,
         selector_rank=draft.selector_rank,
     )

@@ -23,6 +23,7 @@ def ttt_attention(
     segment_ids: Int[Array, "b row"],
     newest: Int[Array, ""] | int,
     *,
+    window: int | None = None,
     row: tuple[Float[Array, "b row k d"], Float[Array, "b row k d"]] | None = None,
     begin: Int[Array, ""] | int = 0,
     implementation: Implementation | None = None,
@@ -36,6 +37,8 @@ def ttt_attention(
         queries: queries of step `newest`, n = group * k query heads, grouped by KV head.
         keys, values: keys and values of all steps; those beyond `newest` may hold anything and get no gradient.
         segment_ids: document of each token of the rows; a document is one contiguous stretch of its row.
+        window: positions that a query sees, its own (the index plus `newest`) included: at least the number of steps,
+            so that each query sees its own key of every step. None is no limit.
         row: keys and values of step 0 in whole rows, where the queries are a stretch of these; step 0 of `keys` and
             `values` is not read then. None: the queries are whole rows.
         begin: index in their rows of the first queries.
@@ -50,6 +53,9 @@ def ttt_attention(
     """
     newest, begin = jnp.asarray(newest, jnp.int32), jnp.asarray(begin, jnp.int32)
     starts = jax.lax.dynamic_slice_in_dim(document_starts(segment_ids), begin, queries.shape[1], axis=1)
+    if window is not None:  # a query stands `newest` positions behind its index
+        own = begin + jnp.arange(queries.shape[1], dtype=jnp.int32)[None]
+        starts = jnp.maximum(starts, own + newest - window + 1)
     first_keys, first_values = (keys[0], values[0]) if row is None else row
     operands = queries, first_keys, first_values, keys[1:], values[1:], starts, begin, newest
     if choose(implementation, pallas=True) == "pallas":

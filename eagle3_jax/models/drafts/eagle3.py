@@ -19,7 +19,17 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head
-from eagle3_jax.models.layers import Attention, Scaling, SwiGLU, at_row, normal, ones, rms_norm, scaled_rope_table
+from eagle3_jax.models.layers import (
+    Attention,
+    Scaling,
+    SwiGLU,
+    apply_rope,
+    at_row,
+    normal,
+    ones,
+    rms_norm,
+    scaled_rope_table,
+)
 from eagle3_jax.models.target_config import ModelConfig, without_aux_layers
 
 
@@ -34,6 +44,8 @@ class DraftHeadConfig:
         fc_norm: norm each aux feature before fc; norm_output: the post-norm output recurs. Both: EAGLE-3.1.
         norm_before_residual: the residual is the normed feature (vLLM, speculators).
         norm_before_fc: one norm over all aux features together before fc (heads of RedHat and NVIDIA for gpt-oss).
+        qk_norm: norm each query and key head before RoPE, as Qwen 3's layer does (vLLM, speculators).
+        sliding_window: pairs that attention reads, the pair's own included; None reads all.
     """
 
     vocab_size: int
@@ -53,6 +65,8 @@ class DraftHeadConfig:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     rope_scaling: Scaling | None = None
+    qk_norm: bool = False
+    sliding_window: int | None = None
 
     @property
     def num_aux_layers(self) -> int:
@@ -91,6 +105,8 @@ class DraftHeadConfig:
             aux_layers=target.aux_layers,
             fc_norm=draft.fc_norm,
             norm_output=draft.norm_output,
+            qk_norm=draft.qk_norm,
+            sliding_window=draft.sliding_window,
         )
 
 
@@ -119,6 +135,8 @@ class DraftHead(Head):
             dtype=dtype,
             rngs=rngs,
         )
+        if c.qk_norm:
+            self.q_norm, self.k_norm = ones(c.head_dim, dtype), ones(c.head_dim, dtype)
         self.post_norm = ones(c.hidden_size, dtype)
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
         self.norm = ones(c.hidden_size, dtype)
@@ -139,16 +157,19 @@ class DraftHead(Head):
         embeds: Float[Array, "b t h"],
         features: Float[Array, "b t h"],
         this: Pass,
-        attend: Callable[[Array, Array, Array], Array],
+        attend: Callable[..., Array],
     ) -> Float[Array, "b r h"]:
         """See `Head`."""
         c = self.config
         rope = scaled_rope_table(this.positions, c.head_dim, c.rope_theta, c.rope_scaling)
         tokens = rms_norm(embeds, self.input_norm[...], c.rms_norm_eps)
         hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
-        q, k, v = self.attention.project(jnp.concatenate([tokens, hidden], axis=-1), rope)
+        q, k, v = self.attention.heads(self.attention.fused(jnp.concatenate([tokens, hidden], axis=-1)))
+        if c.qk_norm:
+            q, k = rms_norm(q, self.q_norm[...], c.rms_norm_eps), rms_norm(k, self.k_norm[...], c.rms_norm_eps)
+        attended = attend(apply_rope(q, rope), apply_rope(k, rope), v, window=c.sliding_window)
         residual = at_row(hidden if c.norm_before_residual else features, this.row)
-        x = residual + self.attention.output(at_row(attend(q, k, v), this.row))
+        x = residual + self.attention.output(at_row(attended, this.row))
         x = x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
         return self.final_norm(x) if c.norm_output else x
 

@@ -61,7 +61,7 @@ class Head(nnx.Module):
         embeds: Float[Array, "b t h"],
         features: Float[Array, "b t h"],
         this: Pass,
-        attend: Callable[[Array, Array, Array], Array],
+        attend: Callable[..., Array],
     ) -> Float[Array, "b r h"]:
         """Runs one pass over pairs (token t+1, feature t).
 
@@ -69,7 +69,7 @@ class Head(nnx.Module):
             embeds: the target's embeddings of the tokens.
             features: fused features, or the previous pass's output.
             this: positions of the pairs (the feature's); pairs outside its `row` get keys and values alone.
-            attend: (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d].
+            attend: (q [b t n d], k [b t k d], v [b t k d], *, window) -> [b t n d]; see `LayerPass`.
 
         Returns:
             The recurrent state, which `logits` and `top_k` read: of every pair, or of the pass's `row` (r = 1).
@@ -93,7 +93,7 @@ class Head(nnx.Module):
         Returns:
             The state, as `__call__` returns it, and the cache.
         """
-        own = LayerPass(this, cache.layers[0])
+        own = LayerPass(this.with_tail_positions(), cache.layers[0])
         return self(embeddings(embed, tokens), features, this, own), cache.with_layer(0, own.cache)
 
     def levels(

@@ -31,6 +31,11 @@ class Eagle3(TrainingKind):
     name: ClassVar[str] = "eagle3"
     shape: DraftHeadConfig
 
+    def __post_init__(self) -> None:
+        window, steps = self.shape.sliding_window, self.train.ttt_steps
+        if window is not None and window < steps:
+            raise ValueError(f"sliding_window: got {window}, expected at least ttt_steps = {steps}")
+
     def new(self, seed: int, rows: Float[Array, "dv h"]) -> DraftHead:
         """See `TrainingKind`; `fc` hands on the highest aux feature: the residual stream starts as a late one there.
 

@@ -27,7 +27,7 @@ def example(batch=2, length=20, kv_heads=2, group=2, head_dim=8, steps=3, docume
     return [*(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(segments)]
 
 
-def dense(q, k, v, segments, newest):
+def dense(q, k, v, segments, newest, window):
     """One softmax over every key of every step, under a mask of all of them, float64."""
     q, k, v, segments = (np.asarray(x).astype(np.float64) for x in (q, k, v, segments))
     group = q.shape[2] // k.shape[3]
@@ -36,6 +36,8 @@ def dense(q, k, v, segments, newest):
     index = np.arange(length)
     same = segments[:, :, None] == segments[:, None, :]
     mask = np.stack([same & (index[:, None] >= index), *[np.broadcast_to(np.eye(length) > 0, same.shape)] * newest])
+    behind = index[:, None] + newest - (index + np.arange(steps)[:, None, None])  # a key of step s stands s further
+    mask &= (behind < (window or np.inf))[:, None]
     scores = np.einsum("btnd,sbund->bntsu", q, k) / np.sqrt(q.shape[-1])
     scores = np.where(mask.transpose(1, 2, 0, 3)[:, None], scores, -np.inf).reshape(batch, -1, length, steps * length)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -63,13 +65,14 @@ def with_gradients(arguments, newest, cotangent, **options):
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),
     steps=st.integers(1, 5),
+    beyond=st.one_of(st.none(), st.integers(0, 9)),
     seed=st.integers(0, 1000),
 )
-def test_xla_equals_one_dense_softmax(batch, length, kv_heads, group, steps, seed):
+def test_xla_equals_one_dense_softmax(batch, length, kv_heads, group, steps, beyond, seed):
     q, k, v, segments = example(batch, length, kv_heads, group, steps=steps, seed=seed)
-    newest = seed % steps
-    got = ttt_attention(q, k, v, segments, newest, implementation="xla")
-    np.testing.assert_allclose(got, dense(q, k, v, segments, newest), atol=2e-5, rtol=2e-5)
+    newest, window = seed % steps, None if beyond is None else steps + beyond
+    got = ttt_attention(q, k, v, segments, newest, window=window, implementation="xla")
+    np.testing.assert_allclose(got, dense(q, k, v, segments, newest, window), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.long
@@ -92,15 +95,18 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
     steps=st.integers(1, 4),
     documents=st.integers(1, 4),
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    window=st.sampled_from([None, 4, 100, 600]),
     seed=st.integers(0, 1000),
 )
-def test_pallas_equals_xla_with_its_gradients(batch, length, kv_heads, group, head_dim, steps, documents, dtype, seed):
+def test_pallas_equals_xla_with_its_gradients(
+    batch, length, kv_heads, group, head_dim, steps, documents, dtype, window, seed
+):
     arguments = example(batch, length, kv_heads, group, head_dim, steps, documents, seed, dtype)
     cotangent = np.random.default_rng(seed + 1).normal(size=arguments[0].shape).astype(np.float32)
     newest = seed % steps
     exact = [x.astype(jnp.float32) for x in arguments[:3]] + arguments[3:]
-    expected = with_gradients(exact, newest, cotangent, implementation="xla")
-    got = with_gradients(arguments, newest, cotangent, implementation="pallas", interpret=True)
+    expected = with_gradients(exact, newest, cotangent, window=window, implementation="xla")
+    got = with_gradients(arguments, newest, cotangent, window=window, implementation="pallas", interpret=True)
     tolerance = 1e-4 if dtype == jnp.float32 else 4e-2
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=tolerance * max(1, np.abs(y).max()), rtol=0)
@@ -181,18 +187,19 @@ def test_documents_start_where_the_segment_id_changes(lengths):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("implementation", "documents"), [("xla", 3), ("pallas", 3), pytest.param("pallas", 1, marks=pytest.mark.long)]
+    ("implementation", "documents", "window"),
+    [("xla", 3, None), ("pallas", 3, 300), pytest.param("pallas", 1, None, marks=pytest.mark.long)],
 )
-def test_stretches_of_a_row_attend_as_the_whole_row_does(implementation, documents, monkeypatch):
+def test_stretches_of_a_row_attend_as_the_whole_row_does(implementation, documents, window, monkeypatch):
     """Its keys pass in two blocks and more: gradients of a key are summed over blocks, stretches, and tiles."""
     monkeypatch.setattr(tpu, "VMEM_LIMIT", 8 << 20)
     q, k, v, segments = example(1, 768, 1, 2, 128, 3, documents)
     assert plan((1, 256, 2, 128), (3, 1, 768, 1, 128), q.dtype).blocks > 1
     cotangent = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
-    expected = with_gradients((q, k, v, segments), 2, cotangent, implementation="xla")
+    expected = with_gradients((q, k, v, segments), 2, cotangent, window=window, implementation="xla")
 
     def stretches(q, k, v):
-        options = {"row": (k[0], v[0]), "implementation": implementation, "interpret": True}
+        options = {"row": (k[0], v[0]), "window": window, "implementation": implementation, "interpret": True}
         parts = [
             ttt_attention(q[:, at], k[:, :, at], v[:, :, at], segments, 2, begin=at.start, **options)
             for at in (slice(0, 256), slice(256, 456), slice(456, 768))
