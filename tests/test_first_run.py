@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -9,14 +10,15 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 import tiny
 
 sys.path.insert(0, str(tiny.REPOSITORY / "tools"))
 
 import tpu_first_run
-from tpu.cases import Call, GroupedProduct
-from tpu.first_run import device, kernels, lines, resume, tokens
+from tpu.cases import Case, grouped_product
+from tpu.first_run import kernels, lines, resume, speeds, tokens
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.compare import Tally
@@ -81,8 +83,8 @@ def test_memory_is_the_chip_s(monkeypatch, limit, used, verdict):
         device_kind="TPU v6 lite", id=0, coords=(0, 0), platform="tpu", memory_stats=lambda: stats
     )
     info = types.SimpleNamespace(hbm_capacity_bytes=34.3e9)
-    monkeypatch.setattr(device.pltpu, "get_tpu_info", lambda: info)
-    assert device.memory(chip).verdict == verdict
+    monkeypatch.setattr(speeds.pltpu, "get_tpu_info", lambda: info)
+    assert speeds.memory(chip).verdict == verdict
 
 
 # ------------------------------------------------------------------------------------------------------------- the tool
@@ -98,16 +100,16 @@ def test_a_stage_that_crashes_or_hangs_is_told_with_its_last_words(tmp_path, mon
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 1.1])
 def test_a_kernel_whose_result_is_off_fails_the_run_by_name(factor, tmp_path, monkeypatch, capsys):
-    real = GroupedProduct.call
+    def off(*kernel: str, **sizes: int) -> Case:
+        case = grouped_product(*kernel, **sizes)
 
-    def off(case: GroupedProduct, implementation: str, **_: object) -> Call:
-        call = real(case, implementation="xla")
-        return dataclasses.replace(
-            call, function=lambda *x: call.function(*x) * (factor if implementation == "pallas" else 1)
-        )
+        def function(*x: jax.Array, implementation: str, **_: object) -> jax.Array:
+            return case.function(*x, implementation="xla") * (factor if implementation == "pallas" else 1)
 
-    monkeypatch.setattr(GroupedProduct, "call", off)
-    monkeypatch.setattr(kernels, "CASES", [GroupedProduct("grouped_product")])
+        return dataclasses.replace(case, function=function)
+
+    monkeypatch.setitem(kernels._SMALL, off, kernels._SMALL[grouped_product])
+    monkeypatch.setattr(kernels, "CASES", [functools.partial(off, "grouped_product")])
     monkeypatch.setattr(kernels, "_equal_scores", lambda how: iter(()))
     output = tmp_path / "first_run.json"
     arguments = {"output": output, "small": True, "target": "", "run_dir": None}
@@ -148,7 +150,7 @@ def test_the_whole_of_it_runs_at_toy_sizes(tmp_path, monkeypatch):
         "interpreted",
     }
     for name in (
-        *(f"{case.kernel}, {case.sizes}" for case in kernels.cases(small=True)),
+        *kernels.cases(small=True),
         *(f"float32, {where}, {draft}" for where in ("1 device", "8 devices") for draft in tokens.TREES),
         "bfloat16, 8 devices, tree",
         "all_gather over data (8), 262,144 bytes",

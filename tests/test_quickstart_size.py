@@ -45,7 +45,7 @@ def test_a_fast_machine_does_all_of_it_and_a_slow_one_the_least():
 @hypothesis.given(MACHINES, strategies.floats(0, 3600))
 def test_what_is_chosen_fits_or_is_the_least(rates, spent):
     work = quickstart_size.choose(rates, CONFIG, spent)
-    for chosen, least, most in zip(*map(dataclasses.astuple, (work, LEAST, WHOLE)), strict=True):
+    for chosen, least, most in zip(work, LEAST, WHOLE, strict=True):
         assert least <= chosen <= most
     if work != LEAST:
         assert spent / 60 + minutes(work, rates) <= 18  # the rest of the 20 is reserve

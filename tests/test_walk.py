@@ -13,7 +13,7 @@ ROOT = walk.ROOT
 
 
 def run(tmp_path, command: str, silence: float = 20.0) -> str:
-    return walk.start(["bash", "-c", command], tmp_path, stdin="line\n", silence=silence).finish()
+    return walk.Step(["bash", "-c", command], tmp_path, stdin="line\n", silence=silence).finish()
 
 
 def test_output_comes_back_and_stumbles_are_named(tmp_path):

@@ -28,9 +28,7 @@ def changed(base: str | None) -> list[str]:
     def git(*words: str) -> list[str]:
         return subprocess.run(["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
-    named = git("diff", "--name-only", base or "main")
-    if base is None and not named:
-        named = git("diff", "--name-only", "HEAD~1")
+    named = git("diff", "--name-only", base or "main") or (git("diff", "--name-only", "HEAD~1") if base is None else [])
     return [*named, *git("ls-files", "--others", "--exclude-standard")]
 
 
@@ -42,8 +40,8 @@ class Checkout:
         self.tests = sorted((root / "tests").rglob("test_*.py"))
         scripts = [path for part in ("examples", "tools", "tests") for path in (root / part).rglob("*.py")]
         self._files = {path.stem: path for path in scripts}
-        for start in (root / "tools", root):
-            for path in (start if start != root else root / PACKAGE).rglob("*.py"):
+        for start, part in ((root / "tools", "."), (root, PACKAGE)):
+            for path in (start / part).rglob("*.py"):
                 name = ".".join(path.relative_to(start).with_suffix("").parts)
                 self._files[name.removesuffix(".__init__")] = path
         self._verbs = {path.parent.name: path for path in (root / PACKAGE).glob("*/__main__.py")}

@@ -27,11 +27,8 @@ def measured(config: RunConfig) -> list[dict[str, Any]]:
     folder = config.folder("benchmark")
     if (folder / "tune.json").exists():
         batches = disk.read_json(folder / "tune.json")["batches"]
-        return [
-            size | {"batch_size": batch["batch_size"], "speed": 1 / size["behind"]}
-            for batch in batches
-            for size in batch["sizes"]
-        ]
+        sizes = [(batch["batch_size"], size) for batch in batches for size in batch["sizes"]]
+        return [size | {"batch_size": batch, "speed": 1 / size["behind"]} for batch, size in sizes]
     path = folder / "decode.jsonl"
     return list(disk.read_jsonl(path)) if path.exists() else []
 

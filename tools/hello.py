@@ -19,7 +19,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from eagle3_jax.runs import environment
 
@@ -46,12 +46,7 @@ MAX_TOKENS, MAX_LENGTH = 96, 512
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A streamed answer.
-
-    Attributes:
-        counts: its rounds and accepted drafts.
-        drafted: accepted drafts in the answer.
-    """
+    """A streamed answer; `counts` of its rounds, `drafted`: accepted drafts in it."""
 
     token_ids: list[int]
     counts: AcceptanceCounts
@@ -78,10 +73,9 @@ def median(turns: Sequence[Streamed]) -> Streamed:
     return dataclasses.replace(turns[0], seconds=statistics.median(turn.seconds for turn in turns))
 
 
-def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
+def table(answers: Sequence[tuple[str, Streamed, Streamed]]) -> str:
     """Formats (name, without drafts, with them) of each prompt as a table, with a total."""
     rows = [("", "tokens/s without", "with drafts", "speed-up", "tau", "drafted", "identical")]
-    answers = list(answers)
     parts = [(name, [plain], [fast]) for name, plain, fast in answers]
     for name, plain, fast in [*parts, ("all", [x for _, x, _ in answers], [x for *_, x in answers])]:
         before, now = (sum(len(x.token_ids) for x in of) / sum(x.seconds for x in of) for of in (plain, fast))
@@ -97,11 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m-instruct", help="a name, a hub id, or a Hugging Face folder")
-    parser.add_argument(
-        "--draft",
-        help="a head's folder, or lookup: drafts copied from the text; the default is the head that comes for the "
-        "target, and lookup where none does",
-    )
+    parser.add_argument("--draft", help="a head's folder, or lookup; the default is the target's own head, else lookup")
     arguments = parser.parse_args(argv)
     colours = in_colours()
     with command.run("hello", resumes=False):
@@ -133,10 +123,7 @@ def beating(what: str) -> contextlib.AbstractContextManager[None]:
 
 
 def run(target: Target, draft: str, *, colours: bool, quiet: bool = False) -> None:
-    """Answers each prompt both ways in turns and compares; `quiet` shows the table alone.
-
-    Raises ValueError: a head of another target, or different answers.
-    """
+    """Answers each prompt both ways in turns and compares. Raises ValueError: another target's head, other answers."""
     start = time.monotonic()
     print("Compiling, and measuring what drafts cost here ...", flush=True)
     with beating("compiling and measuring"):
@@ -152,11 +139,8 @@ def run(target: Target, draft: str, *, colours: bool, quiet: bool = False) -> No
             print(text, end="", flush=True)
 
     marked = "coloured, a colour for each depth" if colours else "in [brackets]"
-    source = {LOOKUP: "copied from the text", AUTO: "of the head that comes with the package"}.get(
-        draft, f"of the head {draft}"
-    )
-    params = SamplingParams(max_tokens=MAX_TOKENS)
-    answers = []
+    sources = {LOOKUP: "copied from the text", AUTO: "of the head that comes with the package"}
+    source, params, answers = sources.get(draft, f"of the head {draft}"), SamplingParams(max_tokens=MAX_TOKENS), []
     for name, prompt in PROMPTS.items():
         turns: dict[Engine, list[Streamed]] = {vanilla: [], drafting: []}
         say(f"\n== {name}: {prompt}\n\n-- without drafts\n")

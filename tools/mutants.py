@@ -115,10 +115,8 @@ def _functions(root: pathlib.Path, name: str) -> Iterator[tuple[pathlib.Path, as
 
     names = name.split(".")
     for path in sorted((root / PACKAGE).rglob("*.py")):
-        text = path.read_text()
-        if names[-1] in text:
-            for node in inside(_tree(text), names):
-                yield path, node
+        if names[-1] in (text := path.read_text()):
+            yield from ((path, node) for node in inside(_tree(text), names))
 
 
 @functools.cache
@@ -153,7 +151,7 @@ def locate(root: pathlib.Path, test: str) -> str:
 def copy(folder: pathlib.Path) -> None:
     """Copies the tracked files from the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in filter(None, listed.split("\0")):
+    for name in listed.split("\0")[:-1]:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
@@ -164,16 +162,9 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], *more: str, timeout: f
     options = ["-q", "-p", "no:cacheprovider", "--tb=short", "-m", "not long", *more]
     cache = folder.with_suffix(".cache")  # most compiled programs are the same without the mutant
     environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *tests],
-        cwd=folder,
-        env=os.environ | environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, start_new_session=True, **pipes)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -231,8 +222,7 @@ def check_all(mutants: Sequence[Mutant]) -> int:
             judged = zip(mutants, tests, threads.map(judge, mutants, tests), strict=True)
             for number, (mutant, test, problem) in enumerate(judged, start=1):
                 wrong += bool(problem)
-                told = f"{mutant.guarantee} {problem or f'Caught by {test}'}"
-                print(f"{number}/{len(mutants)} {told}", flush=True)
+                print(f"{number}/{len(mutants)} {mutant.guarantee} {problem or f'Caught by {test}'}", flush=True)
     print(f"{len(mutants) - wrong} of {len(mutants)} caught in {time.monotonic() - begin:.0f} s")
     return wrong
 

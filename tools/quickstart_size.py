@@ -18,6 +18,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from eagle3_jax.data import sources
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
-from eagle3_jax.runs import command, disk
+from eagle3_jax.runs import command, disk, timing
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.kinds.eagle3 import Eagle3
 from eagle3_jax.training.optimizer import make_optimizer
@@ -46,8 +47,8 @@ EVALUATIONS, LEAST_MEASURED = 3, 6
 # writes); a single sequence is this many times slower than a full batch; the target starts this many prompts for each
 # finished one; rows have this padding; loading and compiling of all stages take as long as this many steps.
 _EXTRACTING, _ALONE, _TRIED, _PADDING, _STARTING = 1.3, 5.0, 1.5, 1.05, 380
-# The measurement's tokens of each prompt, tokens of each answer, and training steps.
-_PROMPT, _ANSWER, _STEPS = 64, 17, 3
+# The measurement's tokens of each prompt and of each answer.
+_PROMPT, _ANSWER = 64, 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,7 @@ class Rates:
     prompt_tokens: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Numbers of packaged prompts, of prompts that the target writes, and of prompts to measure with."""
 
     packaged: int
@@ -99,9 +99,9 @@ def seconds(work: Work, rates: Rates, config: RunConfig) -> dict[str, float]:
 
 def choose(rates: Rates, config: RunConfig, spent: float) -> Work:
     """Chooses the largest work that fits into the planned time, or the least. Args: spent: seconds so far."""
-    whole, work = full(config), full(config)
+    whole = work = full(config)
     for percent in range(100, round(100 * LEAST) - 1, -1):
-        packaged, written, measured = (round(percent / 100 * count) for count in dataclasses.astuple(whole))
+        packaged, written, measured = (round(percent / 100 * count) for count in whole)
         work = Work(max(1, packaged), max(1, written), max(min(LEAST_MEASURED, whole.measured), measured))
         if spent + sum(seconds(work, rates, config).values()) <= PLANNED * LIMIT:
             break
@@ -120,97 +120,74 @@ def cut(config: RunConfig, work: Work) -> RunConfig:
 
 def measure(config: RunConfig) -> Rates:
     """Measures the machine's rates at this config's sizes, without compilation."""
-    target = load_target(config.target)
+    target, regenerate = load_target(config.target), config.regenerate
     packaged = [prompt for prompt in sources.packaged() if isinstance(prompt, dict)]
-    prompts = [
-        chat_template.prompt_ids(target.tokenizer, prompt["messages"])
-        for prompt in sources.spread(packaged, config.regenerate.batch_size)
-    ]
-    batch = [ids[:_PROMPT] for ids in prompts]
-    engine = Engine.load(
-        target, None, "auto", len(batch), max(config.regenerate.max_length, _PROMPT + _ANSWER), prefix_cache=False
-    )
+    chosen = sources.spread(packaged, regenerate.batch_size)
+    prompts = [chat_template.prompt_ids(target.tokenizer, prompt["messages"]) for prompt in chosen]
+    batch, length = [ids[:_PROMPT] for ids in prompts], max(regenerate.max_length, _PROMPT + _ANSWER)
+    engine = Engine.load(target, None, "auto", len(batch), length, prefix_cache=False)
 
-    def answer(tokens: int) -> float:
-        params = SamplingParams(temperature=config.regenerate.temperatures[0], max_tokens=tokens, ignore_eos=True)
-        start = time.perf_counter()
-        engine.generate(batch, params)
-        return time.perf_counter() - start
+    def answer(tokens: int) -> None:
+        temperature = regenerate.temperatures[0]
+        engine.generate(batch, SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True))
 
-    answer(_ANSWER)  # compiles
-    reading, whole = answer(1), answer(_ANSWER)
-    answering = max(whole - reading, 0.01 * whole)
+    reading, whole = timing.in_turns([functools.partial(answer, tokens) for tokens in (1, _ANSWER)], lambda: None)
     del engine
     return Rates(
         reading=sum(map(len, batch)) / reading,
-        answering=len(batch) * (_ANSWER - 1) / answering,
+        answering=len(batch) * (_ANSWER - 1) / max(whole - reading, 0.01 * whole),
         step=_step_seconds(config, target),
         prompt_tokens=statistics.fmean(map(len, prompts)),
     )
 
 
 def _step_seconds(config: RunConfig, target: Target) -> float:
-    """Measures a training step on noise, which takes as long as one on features."""
+    """Measures a training step on ones, which takes as long as one on features."""
     run, model, mesh = config.train, target.model, make_mesh(config.mesh)
-    kind = Eagle3.of(config, model.config)
-    head = kind.shape
+    kind, optimizer = Eagle3.of(config, model.config), make_optimizer(run, 1000)
+    head, size = kind.shape, (run.batch_size, run.row_length)
     token_ids = np.arange(head.draft_vocab_size, dtype=np.int32)
     teacher = jax.jit(Teacher.of)(model.embed[...], model.output_rows, token_ids)
-    optimizer = make_optimizer(run, _STEPS + 1)
     state = init_state(functools.partial(kind.new, config.seed), teacher.rows, optimizer, mesh)
-    shape = run.batch_size, run.row_length
-    ones = np.ones(shape, np.int32)
-
-    def noise(width: int) -> np.ndarray:
-        return np.random.default_rng(config.seed).normal(size=(*shape, width)).astype(jnp.bfloat16)
-
-    aux, last_hidden = noise(head.num_aux_layers * head.target_hidden_size), noise(head.target_hidden_size)
+    ones, widths = np.ones(size, np.int32), np.array([head.num_aux_layers, 1]) * head.target_hidden_size
+    aux, last_hidden = (np.ones((*size, width), jnp.bfloat16) for width in widths)
     batch = Batch(ones, aux, last_hidden, ones, ones, ones, np.cumsum(ones, axis=1, dtype=np.int32) - 1)
-    step, taken = make_train_step(kind, optimizer, mesh), []
-    for _ in range(_STEPS + 1):
-        start = time.perf_counter()
+    step = make_train_step(kind, optimizer, mesh)
+
+    def work() -> None:
+        nonlocal state
         state, sums = step(state, teacher, batch)
         jax.block_until_ready(sums)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])  # the first one compiles
+
+    return timing.in_turns([work], lambda: None)[0]
 
 
 def prepare(path: pathlib.Path, spent: float) -> str:
-    """Writes `work.json`, unless it exists, and `config.yaml` into the run's folder. Returns a summary to print.
-
-    Args:
-        path: the config to cut.
-        spent: seconds since the start of the quickstart.
-    """
-    began = time.monotonic()
-    config = run_file.load(path)
-    whole = full(config)
-    folder = pathlib.Path(config.run_dir)
+    """Writes `work.json`, unless it exists, and `config.yaml` into the run's folder. Returns a summary to print."""
+    began, config = time.monotonic(), run_file.load(path)
+    whole, folder = full(config), pathlib.Path(config.run_dir)
     kept = folder / "work.json"
     if kept.exists():
-        found = disk.read_json(kept)
-        work, summary = Work(**found["work"]), f"as chosen before ({kept})"
+        work, summary = Work(**disk.read_json(kept)["work"]), f"as chosen before ({kept})"
     else:
         rates = measure(config)
         spent += time.monotonic() - began
         work = choose(rates, config, spent)
-        planned = seconds(work, rates, config)
         ends = [round((spent + sum(seconds(x, rates, config).values())) / 60) for x in (whole, work)]
         folder.mkdir(parents=True, exist_ok=True)
-        found = {"rates": rates, "work": work}
-        disk.write_json(kept, {name: dataclasses.asdict(value) for name, value in found.items()} | {"seconds": planned})
+        found = {"rates": dataclasses.asdict(rates), "work": work._asdict(), "seconds": seconds(work, rates, config)}
+        disk.write_json(kept, found)
         summary = (
             f"this machine reads {rates.reading:.0f} tokens/s, answers {rates.answering:.0f} tokens/s "
             f"(batch {config.regenerate.batch_size}), takes a training step in {rates.step:.2f} s.\n"
-            f"From the start, all of the work would take about {ends[0]} minutes"
-            + ("" if work == whole else f", what is chosen {ends[1]}")
+            f"From the start, all of the work would take about {ends[0]} minutes, what is chosen {ends[1]}"
         )
     with disk.atomic(folder / "config.yaml") as temporary:
         temporary.write_text(yaml.safe_dump(run_file.to_dict(cut(config, work)), sort_keys=False))
-    cut_to = "all of it" if work == whole else "cut to the machine"
     return (
-        f"{summary}.\nThe work, {cut_to}: {work.packaged} of {whole.packaged} packaged prompts, {work.self_written} of "
-        f"{whole.self_written} that the target writes, {work.measured} of {whole.measured} to measure with."
+        f"{summary}.\nThe work, {'all of it' if work == whole else 'cut to the machine'}: {work.packaged} of "
+        f"{whole.packaged} packaged prompts, {work.self_written} of {whole.self_written} that the target writes, "
+        f"{work.measured} of {whole.measured} to measure with."
     )
 
 

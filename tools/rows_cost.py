@@ -38,17 +38,18 @@ from eagle3_jax.models.target import TargetModel
 ROWS = (1, 2, 4, 8, 16, 32)
 # Number of nodes, the root included -> (num_steps, topk) of the tree.
 _TREES = {4: (2, 2), 8: (3, 3), 16: (5, 4), 32: (6, 4)}
+Seconds = dict[tuple[str, int], tuple[float, float]]  # of (kind, rows)
 
 
 def kinds(rows: Sequence[int]) -> dict[tuple[str, int], Tier]:
     """Lists the measurements for each number of rows; no head takes part."""
     found = {("pass", count): VANILLA for count in rows}
-    found |= {("chain", n): Tier(DraftTree(num_steps=n - 1, num_draft_tokens=n), head=True) for n in rows if n > 1}
-    for count in rows:
-        if count in _TREES:
-            steps, topk = _TREES[count]
-            found["tree", count] = Tier(DraftTree(num_steps=steps, topk=topk, num_draft_tokens=count), head=True)
-    return found | ({("chain", 1): VANILLA} if 1 in rows else {})
+    for n in rows:
+        found["chain", n] = Tier(DraftTree(num_steps=n - 1, num_draft_tokens=n), head=True) if n > 1 else VANILLA
+        if n in _TREES:
+            steps, topk = _TREES[n]
+            found["tree", n] = Tier(DraftTree(num_steps=steps, topk=topk, num_draft_tokens=n), head=True)
+    return found
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -61,10 +62,8 @@ def read(models: Models, state: State, tokens: jax.Array) -> tuple[State, jax.Ar
     return dataclasses.replace(state, cache=cache), target.logits(hidden)
 
 
-def measure(
-    target: TargetModel, rows: Sequence[int], turns: int, length: int
-) -> dict[tuple[str, int], tuple[float, float]]:
-    """Maps (kind, rows) to seconds: the lowest tenth of the turns, and their median."""
+def measure(target: TargetModel, rows: Sequence[int], turns: int, length: int) -> Seconds:
+    """Measures the lowest tenth of the turns, and their median."""
     every = kinds(rows)
     tiers = list(every.values())
     sizes = Sizes.plan(1, 2 * length, 128, tiers)
@@ -88,7 +87,7 @@ def measure(
     return {key: (sorted(x)[len(x) // 10], statistics.median(x)) for key, x in seconds.items()}
 
 
-def table(found: dict[tuple[str, int], tuple[float, float]]) -> str:
+def table(found: Seconds) -> str:
     """Formats a line for each kind and number of rows; a tree is relative to a chain of one row."""
     lines = [f"{'':6}{'rows':>6}{'lowest tenth, ms':>20}{'median, ms':>14}{'ratios':>16}"]
     for kind, count in sorted(found, key=lambda key: (("pass", "chain", "tree").index(key[0]), key[1])):

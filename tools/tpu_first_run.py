@@ -2,7 +2,8 @@
 
     .venv/bin/python tools/tpu_first_run.py --output first_run.json
 
-Run it on every host of a slice at once (`tools/tpu_vm.sh first-run` does); process 0 prints. The stages:
+Run it on every host of a slice at once (`tools/tpu_vm.sh first-run` does). Process 0 prints all, the others what is
+WRONG or slow; each writes its JSON. The stages:
 
 - device: versions, chips, and their memory against the chip's HBM.
 - kernels: every Pallas kernel of tools/tpu/cases.py against XLA's operations; products in float32; equal scores.
@@ -30,10 +31,10 @@ import pathlib
 import subprocess
 import sys
 
-from eagle3_jax.runs import environment, machine
+from eagle3_jax.runs import disk, environment, machine
 
 # Each with the module of tools/tpu/first_run that has a function of this name, which yields the stage's lines.
-STAGES = {"device": "device", "kernels": "kernels", "speeds": "speeds", "tokens": "tokens"}
+STAGES = {"device": "speeds", "kernels": "kernels", "speeds": "speeds", "tokens": "tokens"}
 STAGES |= {"rounds": "sizes", "training": "resume"}
 TARGET = "smollm2-135m-instruct"  # comes with the package, and so does its head
 SECONDS = 1200  # for one stage
@@ -74,14 +75,11 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
         os.environ.update(_TPU_LOGS)
     print(lines.HEAD, flush=True)
     found: list[lines.Line] = []
-    process = 0
     for stage in stages:
         file = folder / f"{stage}.jsonl"
         file.unlink(missing_ok=True)
         failure = _child([sys.executable, __file__, *sys.argv[1:], "--stage", stage], folder / f"{stage}.log")
-        records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        process = next((record["process"] for record in records if "process" in record), process)
-        found += [lines.Line(**record) for record in records if "process" not in record]
+        found += [lines.Line(**json.loads(line)) for line in (file.read_text().splitlines() if file.exists() else ())]
         more = [] if failure is None else [lines.failed(stage, failure)]
         if stage == "training" and (folder / "train.yaml").exists() and failure is None:
             from tpu.first_run import resume
@@ -89,15 +87,10 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
             more = resume.resumed(folder / "train.yaml")
         for line in more:
             found.append(line)
-            if process == 0 or line.verdict == lines.WRONG:
-                print(line, flush=True)
-        if process == 0:
-            partial = arguments.output.with_suffix(".partial")
-            partial.write_text(json.dumps([dataclasses.asdict(line) for line in found], indent=1) + "\n")
-            partial.replace(arguments.output)
+            print(line, flush=True)
+        disk.write_json(arguments.output, [dataclasses.asdict(line) for line in found])
     counts = collections.Counter(line.verdict for line in found)
-    if process == 0:
-        print(f"{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}: {arguments.output}")
+    print(f"{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}: {arguments.output}")
     return int(counts[lines.WRONG] > 0)
 
 
@@ -108,10 +101,9 @@ def _child(command: list[str], log: pathlib.Path) -> str | None:
             done = subprocess.run(command, stderr=file, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return f"no end within {SECONDS} seconds, see {log}"
-    if done.returncode == 0:
-        return None
     written = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"exit status {done.returncode}: {written[-1][:200] if written else ''} (all of it: {log})"
+    last = written[-1][:200] if written else ""
+    return f"exit status {done.returncode}: {last} (all of it: {log})" if done.returncode else None
 
 
 def run_stage(arguments: argparse.Namespace) -> None:
@@ -121,26 +113,12 @@ def run_stage(arguments: argparse.Namespace) -> None:
     from eagle3_jax.runs import command, processes
 
     stage, folder = arguments.stage, arguments.output.resolve().parent
-    with command.run(f"tpu_first_run, {stage}", resumes=False):
-        with open(folder / f"{stage}.jsonl", "w") as file:
-            file.write(json.dumps({"process": processes.index()}) + "\n")
-
-            def report(line: lines.Line) -> None:
-                file.write(json.dumps(dataclasses.asdict(line)) + "\n")
-                file.flush()
-                if processes.index() == 0:
-                    print(line, flush=True)
-
-            found = []
-            module = importlib.import_module(f"tpu.first_run.{STAGES[stage]}")  # that fails is the stage's failure
-            for line in getattr(module, stage)(arguments, folder):
-                report(line)
-                found.append(dataclasses.asdict(line))
-            _, *others = processes.gather(found)
-            for number, host in enumerate(others if processes.index() == 0 else (), 1):
-                for values in host:
-                    if values["verdict"] in (lines.WRONG, lines.SLOW):
-                        report(lines.Line(**values | {"name": f"host {number}: {values['name']}"}))
+    with command.run(f"tpu_first_run, {stage}", resumes=False), open(folder / f"{stage}.jsonl", "w") as file:
+        module = importlib.import_module(f"tpu.first_run.{STAGES[stage]}")  # that fails is the stage's failure
+        for line in getattr(module, stage)(arguments, folder):
+            print(json.dumps(dataclasses.asdict(line)), file=file, flush=True)
+            if processes.index() == 0 or line.verdict in (lines.WRONG, lines.SLOW):
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

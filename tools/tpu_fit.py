@@ -66,6 +66,7 @@ from eagle3_jax.models.quantisation import quantised_model
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.target_config import ModelConfig
+from eagle3_jax.runs import disk
 from eagle3_jax.sequence import Split
 from eagle3_jax.train.__main__ import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
@@ -88,81 +89,63 @@ class Program:
     trace: Callable[[], jax.stages.Traced]
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The compiler's memory plan of a program, in bytes per device; `needed` is the total of a refused one."""
-
-    arguments: float = 0
-    results: float = 0
-    temporaries: float = 0
-    code: float = 0
-    needed: float = 0
-
-    @property
-    def total(self) -> float:
-        return self.needed or self.arguments + self.results + self.temporaries + self.code
-
-
 def run_parser(documentation: str | None) -> argparse.ArgumentParser:
-    """Makes the parser of a tool with this docstring, for `--config`; what it does not know overrides fields."""
+    """Makes the parser of a tool with this docstring, for a config and a topology; what is unknown overrides fields."""
     parser = argparse.ArgumentParser(
         description=(documentation or "").splitlines()[0],
         epilog="Every field of the config can be overridden: --section.field VALUE",
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, help="YAML run file, see configs/")
+    parser.add_argument("--topology", required=True, help="v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1, ...")
     return parser
+
+
+def read(arguments: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig, ModelConfig, list[Any]]:
+    """Reads the config, its target's shape, and the devices of the topology. Raises ValueError."""
+    config = run_file.load(arguments.config, overrides)
+    target = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
+    return config, target, topology_devices(arguments.topology)
 
 
 def main() -> None:
     parser = run_parser(__doc__)
-    parser.add_argument("--topology", required=True, help="v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1, ...")
     parser.add_argument("--verbs", default=",".join(USUAL), help="some of " + ",".join(VERBS))
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
     arguments, overrides = parser.parse_known_args()
     try:
-        config = run_file.load(arguments.config, overrides)
-        devices = topology_devices(arguments.topology)
-        target = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
+        config, target, devices = read(arguments, overrides)
         verbs = arguments.verbs.split(",")
         if unknown := set(verbs) - VERBS.keys():
             raise ValueError(f"--verbs: got {', '.join(sorted(unknown))}, expected some of {', '.join(VERBS)}")
         programs = [program for verb in verbs for program in VERBS[verb](config, target, devices)]
     except ValueError as error:
         parser.error(str(error))
-    limit = hbm(devices)
+    limit, rows = hbm(devices), []
     print(f"{arguments.topology}: {len(devices)} devices, {limit / GIB:.2f} GiB of HBM each; GiB a device")
     columns = ("arguments", "temporary", "beside", "total", "of HBM", "compile")
     print(f"{'':20}{'mesh':>5}" + "".join(f"{name:>11}" for name in columns))
-    rows = []
     for program in programs:
-        start = time.monotonic()
+        start, row = time.monotonic(), {"program": program.name, "mesh": dict(program.mesh.shape)}
         try:
-            row = figures(program, measure(program, limit), limit)
+            row |= figures(program, measure(program, limit), limit)
         # A kernel checks VMEM and SMEM beforehand, or the compiler fails.
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            row = {"program": program.name, "mesh": dict(program.mesh.shape), "fits": False, "refused": str(error)}
+            row |= {"fits": False, "refused": str(error)}
         rows.append({"topology": arguments.topology, **row, "seconds": time.monotonic() - start})
         print(describe(rows[-1]), flush=True)
     if arguments.json:
-        partial = arguments.json.with_suffix(".partial")
-        partial.write_text(json.dumps(rows, indent=1) + "\n")
-        partial.replace(arguments.json)
+        disk.write_json(arguments.json, rows)
     sys.exit(any(not row["fits"] for row in rows))
 
 
 # ------------------------------------------------------------------------------------------------------------- programs
 def evaluate(config: RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """Sizes `evaluate`: rounds with the draft, for prompts and answers of `regenerate`'s greatest length.
-
-    The vanilla engine that it compares with keeps its state on the devices.
-    """
-    settings, tier = config.evaluate, tiers.LOOKUP
-    if settings.draft != LOOKUP:
-        tier = Tier(
-            tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree, head=True
-        )  # the largest one
-    sizes = settings.batch_size, settings.max_tokens
+    """Sizes `evaluate`: rounds with the draft, beside the state of the vanilla engine that it compares with."""
+    settings = config.evaluate
+    tree = tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
+    tier, sizes = Tier(tree, head=True), (settings.batch_size, settings.max_tokens)
+    tier = tiers.LOOKUP if settings.draft == LOOKUP else tier
     return decoding("evaluate", config, target, devices, tier, *sizes, beside=tiers.VANILLA)
 
 
@@ -187,24 +170,19 @@ def decoding(
 ) -> Iterator[Program]:
     """Plans the engine's two programs: prefill of the longest chunk of a prompt, and rounds of a full batch.
 
-    Rounds of fewer requests are programs of fewer rows over the same state (`test_programs_tpu.py` checks them
-    against the same limit).
-
     Args:
         length: most tokens of a prompt and its answer; None is `regenerate`'s.
         learned: newest tokens of a request that a live head learns from.
         beside: tier of another engine of the same target and sizes, whose state is on the devices too.
     """
     mesh = replicas(make_mesh(config.mesh, devices))[0].rows[0]
-    head = drafting_head(config, shape) if tier.head else None
-    draft = None
+    head, draft = drafting_head(config, shape) if tier.head else None, None
     if head is not None:
         shape = dataclasses.replace(shape, aux_layers=head.config.aux_layers)  # as in the engine
     target = by_rows(abstract_target(config, shape, mesh))
     if head is not None:
         head = quantised_model(head, config.serve.draft_weights or weights_beside(target), vocabulary=True)
-        ids = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
-        draft = Draft(by_rows(placed(head, mesh, SHARDING_RULES)), placed(ids, mesh))
+        draft = Draft(by_rows(placed(head, mesh, SHARDING_RULES)), placed(ids_of(head.config), mesh))
     length = length or config.regenerate.max_length
     if length <= max_tokens:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
@@ -221,10 +199,8 @@ def decoding(
     also = {} if beside is None else {f"{beside.name} state": empty(Models.of(target, None), beside)[1]}
     longest = max(length for _, length in sizes.prefill_shapes)
     chunk = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PromptChunk.of((), 1, longest, sizes)))
-    one, cancelled, greedy = (
-        placed(jax.ShapeDtypeStruct(shape, dtype), mesh)
-        for shape, dtype in (((), jnp.int32), ((batch,), jnp.bool_), ((), jnp.bool_))
-    )
+    asked = jax.eval_shape(lambda: (jnp.int32(1), jnp.zeros(batch, bool), jnp.bool_(True)))
+    one, cancelled, greedy = placed(asked, mesh)
     parts, plan = {"target": target, "draft": draft, "state": state}, RoundPlan(tier, greedy)
     prefill = functools.partial(programs.prefill.trace, models, state, placed(chunk, mesh))
     yield Program(f"{verb}: prefill", mesh, parts, also, prefill)
@@ -241,17 +217,16 @@ def drafting_head(config: RunConfig, shape: ModelConfig) -> Head:
     if named is None:
         kind = kind_of(config, shape)
         rows = jax.ShapeDtypeStruct((shape.vocab_size, shape.hidden_size), dtype)
-        ids = jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32)
-        trained = jax.eval_shape(lambda rows, ids: kind.draft(kind.build(nnx.Rngs(0)), rows, ids).head, rows, ids)
+        trained = jax.eval_shape(
+            lambda rows, ids: kind.draft(kind.build(nnx.Rngs(0)), rows, ids).head, rows, ids_of(kind.shape)
+        )
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), trained)
     if named == mtp.MTP.name:
         return mtp.abstract(shape, dtype, "evaluate.draft")
     file = pathlib.Path(named) / "config.json"
     if not file.exists() or not eagle2.may_be_eagle2(json.loads(file.read_text())):
-        expected = (
-            "none for a head of this config, 'mtp', 'lookup', or a folder with the config.json of an EAGLE-2 head"
-        )
-        raise ValueError(f"evaluate.draft: got {named!r}, expected {expected}")
+        expected = "none for a head of this config, 'mtp', 'lookup', or a folder with the config.json of"
+        raise ValueError(f"evaluate.draft: got {named!r}, expected {expected} an EAGLE-2 head")
     published = eagle2.read_shape(file.parent, shape)
     return shapes_of(lambda rngs: Eagle2Head(published, dtype=dtype, rngs=rngs))
 
@@ -274,19 +249,13 @@ def train(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
     run = config.train
     mesh = make_mesh(run.mesh or config.mesh, devices)
     target = abstract_target(config, shape, mesh)
-    split = Split.of(mesh, run.sequence)
-    state, teacher, step = training_step(config, shape, mesh, target)
-    rows = functools.partial(rows_of_batch, config, mesh)
-    batch = training_batch(config, shape, mesh)
-    parts = {"weights": state.head, "optimizer": state.opt_state, "teacher": teacher}
+    parts, batch, trace, _ = training_step(config, shape, mesh, target)
     beside: dict[str, Any] = {"batches on their way": [batch] * IN_FLIGHT}
     if run.features == "online":
-        target = by_rows(target)
-        inputs = {"target": target, "token ids": rows(), "segment ids": rows()}
-        trace = functools.partial(states.target_states.trace, *inputs.values(), split=split)
-        yield Program("train: states", mesh, inputs, parts | beside, trace)
-        beside = beside | {"target": target}
-    trace = functools.partial(step.trace, state, teacher, batch)
+        inputs = {"target": by_rows(target), "token ids": batch.token_ids, "segment ids": batch.segment_ids}
+        states_of = functools.partial(states.target_states.trace, *inputs.values(), split=batch.split)
+        yield Program("train: states", mesh, inputs, parts | beside, states_of)
+        beside["target"] = inputs["target"]
     yield Program("train: step", mesh, parts | {"batch": batch}, beside, trace)
 
 
@@ -295,75 +264,71 @@ def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
     settings = config.serve
     learns = settings.adapt or AdaptConfig()
     config = dataclasses.replace(config, train=learner.training(learns))
+    sizes = {"length": settings.max_length, "learned": learns.row_length}
     tier = Tier(tiers.WITH_HEAD[-1].tree, head=True)
-    sizes = settings.batch_size, 1
-    serving = list(
-        decoding("adapt", config, shape, devices, tier, *sizes, length=settings.max_length, learned=learns.row_length)
-    )
-    mesh, parts = serving[-1].mesh, serving[-1].arguments
+    serving = [*decoding("adapt", config, shape, devices, tier, settings.batch_size, 1, **sizes)]
+    mesh, served = serving[-1].mesh, serving[-1].arguments
     target = abstract_target(config, shape, mesh)
-    state, teacher, step = training_step(config, shape, mesh, target)
-    batch, training = training_batch(config, shape, mesh), {"weights": state.head, "optimizer": state.opt_state}
+    (training, batch, trace, state), kind = training_step(config, shape, mesh, target), kind_of(config, shape)
+    teacher = training.pop("teacher")
 
     def ring() -> Observed:  # the held-back requests' too; a row of each is room to copy into
         c, tokens = state.head.config, learns.ring_tokens + 2 * learns.row_length
         return Observed.empty(1, tokens, c.num_aux_layers * c.target_hidden_size, shape.hidden_size)
 
-    held = {"ring": placed(jax.eval_shape(ring), mesh)}
-    kept: dict[str, Any] = {"copy of the head that drafts": [state.head, state.opt_state]}
+    kept: dict[str, Any] = {"ring": placed(jax.eval_shape(ring), mesh)}
+    kept["copy of the head that drafts"] = [state.head, state.opt_state]
     if hasattr(target, "lm_head"):  # else the embeddings are the rows of new tokens
         kept["copy of the LM head"] = target.lm_head
     for program in serving:
-        yield dataclasses.replace(program, beside=program.beside | training | held | kept)
-    serves = {name: parts[name] for name in ("target", "draft", "state")} | held | kept
-    trace = functools.partial(step.trace, state, teacher, batch)
+        yield dataclasses.replace(program, beside=program.beside | training | kept)
+    serves = {name: served[name] for name in ("target", "draft", "state")} | kept
     yield Program("adapt: step", mesh, training | {"teacher": teacher, "batch": batch}, serves, trace)
-    kind, draft, rows = kind_of(config, shape), parts["draft"], teacher.rows
-    ids = placed(jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32), mesh)
+    ids, rows, head = placed(ids_of(kind.shape), mesh), teacher.rows, served["draft"].head
     if kind.shape.draft_vocab_size < shape.vocab_size:
         trace = functools.partial(make_move(state.head.vocabulary_rows, mesh).trace, state, ids, rows, rows)
         taken = training | {"rows of the old and the new vocabulary": [rows] * 2}
         yield Program("adapt: vocabulary", mesh, taken, serves, trace)
 
-    @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, draft.head))
-    def swap(head: Any, rows: Any, token_ids: Any) -> Any:
-        made = kind.draft(head, rows, token_ids).head
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), made, draft.head)
+    @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, head))
+    def swap(trained: Any, rows: Any, token_ids: Any) -> Any:
+        made = kind.draft(trained, rows, token_ids).head
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), made, head)
 
     taken = {"weights": state.head, "rows of the LM head": rows}
-    others = {"target": parts["target"], "state": parts["state"], "optimizer": state.opt_state} | held | kept
+    others = {"target": served["target"], "state": served["state"], "optimizer": state.opt_state} | kept
     yield Program("adapt: swap", mesh, taken, others, functools.partial(swap.trace, state.head, rows, ids))
 
 
 def training_step(
     config: RunConfig, shape: ModelConfig, mesh: Mesh, target: TargetModel
-) -> tuple[TrainState, Teacher, jax.stages.Wrapped]:
-    """Returns the abstract state and teacher of a training step, and the step."""
-    kind, optimizer = kind_of(config, shape), make_optimizer(config.train, 1)
-    ids = jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32)
-    drawn = jax.eval_shape(lambda model, ids: Teacher.of(model.embed[...], model.output_rows, ids), target, ids)
+) -> tuple[dict[str, Any], Batch, Callable[[], jax.stages.Traced], TrainState]:
+    """Plans a training step. Returns its arguments by name but for the batch, that, its trace, and its state."""
+    run, kind, split = config.train, kind_of(config, shape), Split.of(mesh, config.train.sequence)
+    optimizer, new_head = make_optimizer(run, 1), functools.partial(kind.new, config.seed)
+    drawn = jax.eval_shape(lambda x, ids: Teacher.of(x.embed[...], x.output_rows, ids), target, ids_of(kind.shape))
     teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
-    new_head = functools.partial(kind.new, config.seed)
     state = jax.eval_shape(lambda rows: init_state(new_head, rows, optimizer, mesh), teacher.rows)
-    return placed(state, mesh, TRAINED_SHARDING_RULES), teacher, make_train_step(kind, optimizer, mesh)
+    state = placed(state, mesh, TRAINED_SHARDING_RULES)
 
+    def rows(*width: int) -> jax.ShapeDtypeStruct:
+        size = run.batch_size * split.pieces, run.row_length // split.pieces, *width
+        return jax.ShapeDtypeStruct(size, jnp.bfloat16 if width else jnp.int32, sharding=batch_sharding(mesh))
 
-def rows_of_batch(config: RunConfig, mesh: Mesh, *width: int) -> jax.ShapeDtypeStruct:
-    """Shapes of a batch's integers, or of its states of some width."""
-    run, split = config.train, Split.of(mesh, config.train.sequence)
-    size = (run.batch_size * split.pieces, run.row_length // split.pieces, *width)
-    return jax.ShapeDtypeStruct(size, jnp.bfloat16 if width else jnp.int32, sharding=batch_sharding(mesh))
-
-
-def training_batch(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> Batch:
-    rows, hidden = functools.partial(rows_of_batch, config, mesh), shape.hidden_size
-    aux = rows(len(shape.aux_layers) * hidden)
-    return Batch(rows(), aux, rows(hidden), *[rows()] * 4, split=Split.of(mesh, config.train.sequence))
+    hidden = shape.hidden_size
+    batch = Batch(rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), *[rows()] * 4, split=split)
+    parts = {"weights": state.head, "optimizer": state.opt_state, "teacher": teacher}
+    return parts, batch, functools.partial(make_train_step(kind, optimizer, mesh).trace, state, teacher, batch), state
 
 
 VERBS = {"evaluate": evaluate, "regenerate": regenerate, "extract": extract, "train": train, "adapt": adapt}
 # What a run needs; `adapt` is of a server.
 USUAL = ("evaluate", "regenerate", "extract", "train")
+
+
+def ids_of(head: Any) -> jax.ShapeDtypeStruct:
+    """The draft vocabulary's tokens, of a head's config."""
+    return jax.ShapeDtypeStruct((head.draft_vocab_size,), jnp.int32)
 
 
 def abstract_target(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:
@@ -393,23 +358,27 @@ def placed(tree: Any, mesh: Mesh, rules: Any = ()) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
-def measure(program: Program, limit: float) -> Plan:
-    """Compiles a program, unless its arguments alone exceed the limit."""
+def measure(program: Program, limit: float) -> dict[str, float]:
+    """Compiles a program, unless its arguments alone exceed the limit.
+
+    Returns the compiler's plan, in bytes per device, and its "total"; of a refused program what it needs.
+    """
     arguments = share(program.arguments)
     if arguments > limit:
-        return Plan(arguments, needed=arguments)
+        return {"arguments": arguments, "total": arguments}
     with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
         lowered = program.trace().lower()
     try:
         memory: Any = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        return Plan(arguments, needed=needed_and_available(error)[0])
-    return Plan(
-        arguments=memory.argument_size_in_bytes,
-        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        code=memory.generated_code_size_in_bytes,
-    )
+        return {"arguments": arguments, "total": needed_and_available(error)[0]}
+    plan = {
+        "arguments": memory.argument_size_in_bytes,
+        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+    return plan | {"total": sum(plan.values())}
 
 
 def hbm(devices: list[Any]) -> float:
@@ -426,14 +395,11 @@ def hbm(devices: list[Any]) -> float:
 
 def needed_and_available(error: Exception) -> tuple[float, float]:
     """Parses needed and available bytes of HBM from the compiler's refusal; re-raises any other error."""
-    found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", str(error))
-    found = found or re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", str(error))
-    found = found or re.search(r"Allocation \(size=(\d+)()\) would exceed memory \(size=(\d+)()\)", str(error))
-    if found is None:
+    between = r"\) exceeds available HBM \(| of (?=\S+ hbm)|\) would exceed memory \(size="
+    if (found := re.search(rf"([\d.]+)([KMGT]?)(?:{between})([\d.]+)([KMGT]?)", str(error))) is None:
         raise error
-    needed, unit, available, other = found.groups()
-    exponents = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-    return float(needed) * 2 ** exponents[unit], float(available) * 2 ** exponents[other]
+    sizes = [float(found[n]) * 2 ** (10 * " KMGT".index(found[n + 1] or " ")) for n in (1, 3)]
+    return sizes[0], sizes[1]
 
 
 def share(tree: Any) -> int:
@@ -442,18 +408,10 @@ def share(tree: Any) -> int:
     return sum(map(bytes_of, parts))
 
 
-def figures(program: Program, plan: Plan, limit: float) -> dict[str, Any]:
-    beside = share(program.beside)
-    return {
-        "program": program.name,
-        "mesh": dict(program.mesh.shape),
-        **dataclasses.asdict(plan),
-        "beside": beside,
-        "total": plan.total + beside,
-        "hbm": limit,
-        "fits": plan.total + beside <= limit,
-        "parts": {name: share(tree) for name, tree in (program.arguments | program.beside).items()},
-    }
+def figures(program: Program, plan: dict[str, float], limit: float) -> dict[str, Any]:
+    beside, parts = share(program.beside), program.arguments | program.beside
+    row = plan | {"beside": beside, "total": plan["total"] + beside, "hbm": limit}
+    return row | {"fits": row["total"] <= limit, "parts": {name: share(tree) for name, tree in parts.items()}}
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ operations over its peak. A TPU takes at least the largest of them.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -48,18 +48,20 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        compile_case(arguments.child[0], CASES[int(arguments.child[1])])
+        compile_case(arguments.child[0], CASES[int(arguments.child[1])]())
         return
     chips = arguments.chips.split(",")
     if unknown := set(chips) - CHIPS.keys():
         parser.error(f"--chips: got {', '.join(sorted(unknown))}, expected some of {', '.join(CHIPS)}")
     rows = []
     print(f"{'kernel':24}{'sizes':28}{'chip':>6}{'cycles':>9}{'us':>8}{'memory':>8}{'compute':>8}  method")
-    for chip in chips:
-        for number, case in enumerate(CASES):
-            if case.kernel.startswith(arguments.kernels):
-                rows.append(row := measure(chip, case, [sys.executable, __file__, "--child", chip, str(number)]))
-                print(line(case, row), flush=True)
+    for chip, (number, make) in itertools.product(chips, enumerate(CASES)):
+        case = make()
+        if case.fields["kernel"].startswith(arguments.kernels):
+            rows.append(row := measure(chip, case, [sys.executable, __file__, "--child", chip, str(number)]))
+            times = [row[f"{what}_microseconds"] for what in ("cycles", "memory", "compute")]
+            cells = f"{row['cycles'] or '-':>9}" + "".join("       -" if x is None else f"{x:8.1f}" for x in times)
+            print(f"{row['kernel']:24}{case.sizes:28}{chip:>6}{cells}  {row['reason'] or case.method}", flush=True)
     if arguments.json:
         arguments.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
@@ -67,7 +69,8 @@ def main() -> None:
 def measure(name: str, case: Case, command: list[str]) -> dict[str, Any]:
     """Makes the row of the program that `command` compiles; a row without cycles has a reason."""
     chip, (cycles, reason) = CHIPS[name], count(case.method, command)
-    return dataclasses.asdict(case) | {
+    return case.fields | {
+        "method": case.method,
         "chip": name,
         "cycles": cycles,
         "cycles_microseconds": None if cycles is None else round(cycles / chip.gigahertz / 1e3, 2),
@@ -75,12 +78,6 @@ def measure(name: str, case: Case, command: list[str]) -> dict[str, Any]:
         "compute_microseconds": round(case.operations / chip.teraflops / 1e6, 2),
         "reason": reason,
     }
-
-
-def line(case: Case, row: dict[str, Any]) -> str:
-    cycles = f"{'-':>9}{'-':>8}" if row["cycles"] is None else f"{row['cycles']:9}{row['cycles_microseconds']:8.1f}"
-    floors = f"{row['memory_microseconds']:8.1f}{row['compute_microseconds']:8.1f}"
-    return f"{case.kernel:24}{case.sizes:28}{row['chip']:>6}{cycles}{floors}  {row['reason'] or case.method}"
 
 
 def count(method: str, command: list[str]) -> tuple[int | None, str | None]:
@@ -130,9 +127,8 @@ def bundles(
 def by_product(code: str) -> list[int]:
     """Counts bundles of each stretch of code with matrix products; loops and branch targets end a stretch."""
     stretches = re.split(r"^ *0x[0-9a-f]+ +(?=[A-Z]{2}:)", code, flags=re.MULTILINE)
-    return [
-        1 + len(re.findall(r"^ *0x[0-9a-f]+ ", stretch, re.MULTILINE)) for stretch in stretches if "vmatmul" in stretch
-    ]
+    with_products = [stretch for stretch in stretches if "vmatmul" in stretch]
+    return [1 + len(re.findall(r"^ *0x[0-9a-f]+ ", stretch, re.MULTILINE)) for stretch in with_products]
 
 
 def by_loop(code: str) -> list[int]:
@@ -153,10 +149,9 @@ def compile_case(chip: str, case: Case) -> None:
     """Compiles one program and prints its trips; runs in the child, where libtpu dumps its profile or its code."""
     place = NamedSharding(Mesh(topology_devices(CHIPS[chip].topology)[:1], ("model",)), PartitionSpec())
     with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
-        call = case.call()
-        arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in call.arguments]
-        jax.jit(call.function, donate_argnums=call.donated).lower(*arguments).compile()
-    print(json.dumps(call.trips))
+        arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in case.arguments]
+        jax.jit(case.function, donate_argnums=case.donated).lower(*arguments).compile()
+        print(json.dumps(case.trips()))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import pathlib
 import queue
@@ -29,7 +28,7 @@ from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
 SILENCE = 20.0  # seconds
-NEVER = ("Traceback (most recent call last)",)
+NEVER = "Traceback (most recent call last)"
 _STDIN = {"chat": "What is a program?\nAnd a function?\n"}  # to what reads lines
 _LATER = r"tools/quickstart\.sh"  # takes 20 minutes; test_readme.py runs a short one
 _STARTED = 900.0  # seconds
@@ -39,77 +38,52 @@ class Stumble(Exception):
     """A line that failed, was silent, or showed what a newcomer must not see."""
 
 
-@dataclasses.dataclass
 class Step:
-    """A line that runs. Raises Stumble.
+    """A command that runs as in a newcomer's shell, without a terminal; `silence`: most seconds without output."""
 
-    Attributes:
-        silence: most seconds without output; None is no limit.
-    """
-
-    line: str
-    process: subprocess.Popen[str]
-    silence: float | None
-
-    def __post_init__(self) -> None:
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        self.output = ""
+    def __init__(self, words: Sequence[str], folder: pathlib.Path, *, stdin: str = "", silence: float | None = SILENCE):
+        cache = {"EAGLE3_JAX_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"}
+        ours = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL", "VENV")
+        environment = {name: value for name, value in os.environ.items() if name not in ours} | cache
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(words, cwd=folder, env=environment, **pipes, text=True, errors="replace")
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a command that reads nothing may have ended
+            self.process.stdin.write(stdin)
+            self.process.stdin.close()
+        self.line, self.silence, self._pieces = words[-1], silence, queue.SimpleQueue[str]()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         with self.process.stdout as stdout:
             while piece := stdout.read(1):  # a bar or a stream has no end of line
-                self.lines.put(piece)
-        self.lines.put(None)
+                self._pieces.put(piece)
+        self._pieces.put("")
 
-    def finish(self, status: int = 0) -> str:
-        """Waits for the end, and returns the output."""
-        while True:
-            try:
-                piece = self.lines.get(timeout=self.silence)
-            except queue.Empty:
-                self.process.kill()
-                self.process.wait()
-                raise Stumble(f"{self.line}: silent for {self.silence:.0f} s after\n{self.output[-500:]}") from None
-            if piece is None:
-                break
-            self.output += piece
+    def finish(self) -> str:
+        """Waits for the end, and returns the output. Raises Stumble."""
+        output = ""
+        try:
+            while piece := self._pieces.get(timeout=self.silence):
+                output += piece
+        except queue.Empty:
+            self.process.kill()
+            self.process.wait()
+            raise Stumble(f"{self.line}: silent for {self.silence:.0f} s after\n{output[-500:]}") from None
         ended = self.process.wait()
-        if found := [word for word in NEVER if word in self.output]:
-            raise Stumble(f"{self.line}: shows {found[0]!r}\n{self.output[-3000:]}")
-        if ended != status:
-            raise Stumble(f"{self.line}: status {ended}, expected {status}\n{self.output[-3000:]}")
-        return self.output
-
-
-def start(words: Sequence[str], folder: pathlib.Path, *, stdin: str = "", silence: float | None = SILENCE) -> Step:
-    """Starts a command as a newcomer's shell does, without a terminal."""
-    cache = {"EAGLE3_JAX_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"}
-    ours = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL", "VENV")
-    process = subprocess.Popen(
-        words,
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name not in ours} | cache,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # a command that reads nothing may have ended
-        process.stdin.write(stdin)
-        process.stdin.close()
-    return Step(words[-1], process, silence)
+        if NEVER in output:
+            raise Stumble(f"{self.line}: shows {NEVER!r}\n{output[-3000:]}")
+        if ended:
+            raise Stumble(f"{self.line}: status {ended}, expected 0\n{output[-3000:]}")
+        return output
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
     """Returns README's code in its order: ("shell", a line) or ("python", a block)."""
     found: list[tuple[str, str]] = []
-    for python, shell in re.findall(
-        r"^```python\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL
-    ):
+    code = r"^```python\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n)+)"
+    for python, shell in re.findall(code, text, re.MULTILINE | re.DOTALL):
         if python:
             found.append(("python", python))
         elif " -> " not in shell and not re.match(r" *\w+/\n", shell):  # a diagram, the code map
@@ -124,19 +98,19 @@ def serve(line: str, curl: str, folder: pathlib.Path) -> None:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
     url, there = f"http://127.0.0.1:{port}", "http://127.0.0.1:8000"
-    server = start(["bash", "-c", f"exec {line} --port {port}"], folder)
+    server = Step(["bash", "-c", f"exec {line} --port {port}"], folder)
     try:
         end = time.monotonic() + _STARTED
         while not _healthy(url):
             if time.monotonic() > end or server.process.poll() is not None:
                 raise Stumble(f"{line}: does not answer\n{server.finish()}")
             time.sleep(1)
-        answer = start(["bash", "-c", curl.replace(there, url)], folder).finish()
+        answer = Step(["bash", "-c", curl.replace(there, url)], folder).finish()
         if '"finish_reason"' not in answer or len(answer) > 2000:
             raise Stumble(f"{curl}: not an answer on a screen\n{answer}")
-        start([".venv/bin/python", "-m", "pip", "install", "--quiet", "openai"], folder, silence=None).finish()
+        Step([".venv/bin/python", "-m", "pip", "install", "--quiet", "openai"], folder, silence=None).finish()
         (client,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/serve.md").read_text(), re.MULTILINE | re.DOTALL)
-        start([".venv/bin/python", "-c", client.replace(there, url)], folder).finish()
+        Step([".venv/bin/python", "-c", client.replace(there, url)], folder).finish()
         with urllib.request.urlopen(f"{url}/", timeout=10) as page:
             if b"Answer without drafts, then with" not in page.read():
                 raise Stumble(f"{url}: not the page")
@@ -163,13 +137,13 @@ def walk(folder: pathlib.Path) -> None:
         kind, code = steps.pop(0)
         print(f"{time.monotonic() - begin:6.0f} s  {code.splitlines()[0]}", flush=True)
         if kind == "python":
-            start([".venv/bin/python", "-c", code], folder).finish()
+            Step([".venv/bin/python", "-c", code], folder).finish()
         elif "eagle3_jax.serve " in code:
             serve(code, steps.pop(0)[1], folder)
         else:
             stdin = next((text for word, text in _STDIN.items() if code.endswith(f" {word}")), "")
             alone = "pip install" in code or "-m venv" in code
-            start(["bash", "-c", code], folder, stdin=stdin, silence=None if alone else SILENCE).finish()
+            Step(["bash", "-c", code], folder, stdin=stdin, silence=None if alone else SILENCE).finish()
     print(f"{time.monotonic() - begin:6.0f} s  done", flush=True)
 
 

@@ -31,9 +31,8 @@ def main() -> None:
     assert sys.prefix in str(package), f"{package}: expected the installed package, below {sys.prefix}"
     files = importlib.resources.files("eagle3_jax")
     folder = files / "data/prompts"
-    prompts = {
-        path.name: path.read_text(encoding="utf-8").count("\n") for path in folder.iterdir() if ".jsonl" in path.name
-    }
+    files_of = [path for path in folder.iterdir() if ".jsonl" in path.name]
+    prompts = {path.name: path.read_text(encoding="utf-8").count("\n") for path in files_of}
     assert len(prompts) == 5 and min(prompts.values()) > 0, f"packaged prompts: got {prompts}"
     assert json.loads((files / "kernels/tree_attention/blocks.json").read_text())["default"]
     for name in ("py.typed", "export/card.md", "serve/page.html"):

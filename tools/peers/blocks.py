@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from eagle3_jax.formats.blocks.kinds import BLOCKS
-from eagle3_jax.formats.tensors import LM_HEAD
+from eagle3_jax.formats.tensors import LM_HEAD, Tensors
 from eagle3_jax.models.checkpoint.table import plain
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
@@ -59,16 +59,9 @@ class Case:
 
     @property
     def config(self) -> BlockHeadConfig:
-        return BlockHeadConfig(
-            **SIZES,
-            draft_vocab_size=self.draft_vocab_size,
-            block_size=BLOCK,
-            mask_token_id=511,
-            layer_types=(FULL, SLIDING if self.window else FULL),
-            sliding_window=self.window,
-            markov_rank=24,
-            selector_rank=24,
-        )
+        layers = {"layer_types": (FULL, SLIDING if self.window else FULL), "sliding_window": self.window}
+        sizes = {"block_size": BLOCK, "mask_token_id": 511, "markov_rank": 24, "selector_rank": 24}
+        return BlockHeadConfig(**SIZES, draft_vocab_size=self.draft_vocab_size, **layers, **sizes)
 
     @property
     def packed(self) -> bool:
@@ -103,10 +96,10 @@ def random_head(case: Case, seed: int) -> DFlash:
     return jax.tree.map(draw, head)
 
 
-def entries(head: DFlash) -> dict[str, Any]:
-    """Returns the checkpoint's entry of each parameter."""
+def tensors_of(head: DFlash) -> Tensors:
+    """Converts a head, or its gradient, to the checkpoint's names and layout."""
     c, kind = head.config, next(kind for kind in BLOCKS if kind.network is type(head))
-    return kind.table(c) | {"lm_head": plain(LM_HEAD, c.draft_vocab_size, c.hidden_size)}
+    return tensors(head, kind.table(c) | {"lm_head": plain(LM_HEAD, c.draft_vocab_size, c.hidden_size)})
 
 
 _loss_and_gradient = jax.jit(jax.value_and_grad(block_loss, has_aux=True), static_argnums=4)
@@ -118,8 +111,7 @@ def ours(case: Case, head: DFlash, data: Data, anchors: Anchors) -> Found:
     batch = batch_of(case, data)
     (loss, sums), gradient = _loss_and_gradient(head, data.teacher(), batch, anchors, case.loss)
     scale = _scale(case, np.asarray(sums["compared"], np.float64))
-    found = tensors(gradient, entries(head))
-    return {"loss": np.asarray(loss) * scale}, {name: x * scale for name, x in found.items()}
+    return {"loss": np.asarray(loss) * scale}, {name: x * scale for name, x in tensors_of(gradient).items()}
 
 
 def _scale(case: Case, compared: np.ndarray) -> float:
@@ -144,34 +136,22 @@ def specforge(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors:
     config.block_size, config.num_target_layers = BLOCK, 8
     config.dflash_config = {"target_layer_ids": [i - 1 for i in c.aux_layers], "mask_token_id": c.mask_token_id}
     if spark:
-        config.dflash_config |= {
-            "markov_rank": c.markov_rank,
-            "enable_confidence_head": True,
-            "confidence_head_with_markov": True,
-        }
+        config.dflash_config |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True)
+        config.dflash_config["markov_rank"] = c.markov_rank
     draft = (drafts.DSparkDraftModel if spark else drafts.DFlashDraftModel)(config).float()
     draft.load_state_dict({name: x for name, x in weights.items() if name in draft.state_dict()})
     embed = torch.nn.Embedding.from_pretrained(weights["embed_tokens.weight"])
     lm_head = torch.nn.Linear(c.hidden_size, c.vocab_size, bias=False).requires_grad_(False)
     lm_head.weight.data = torch.from_numpy(data.rows)
-    options: dict[str, Any] = {"attention_backend": "eager", "loss_decay_gamma": case.loss.decay}
-    if spark:
-        options |= {"dspark_l1_loss_alpha": case.distance}
-    else:
-        options |= {
-            "loss_type": {"d-pace": "dpace", "decay": "dflash"}[case.loss.weights],
-            "dpace_alpha": case.loss.alpha,
-        }
+    options = {"loss_type": {"d-pace": "dpace", "decay": "dflash"}[case.loss.weights], "dpace_alpha": case.loss.alpha}
+    options = {"dspark_l1_loss_alpha": case.distance} if spark else options
+    options |= {"attention_backend": "eager", "loss_decay_gamma": case.loss.decay}
     online = family.OnlineDSparkModel if spark else family.OnlineDFlashModel
     model = online(draft, lm_head, embed, c.mask_token_id, BLOCK, **options)
     model._sample_anchor_positions = lambda *_: (torch_of(anchors.at).long(), torch_of(anchors.valid))
-    last_hidden = (torch.from_numpy(data.last_hidden),) if spark else ()
-    loss, *_ = model(
-        torch.from_numpy(data.token_ids).long(),
-        torch.from_numpy(data.aux),
-        torch.from_numpy(data.loss_mask),
-        *last_hidden,
-    )
+    last_hidden = [data.last_hidden] if spark else []
+    inputs = map(torch_of, (data.aux, data.loss_mask, *last_hidden))
+    loss, *_ = model(torch_of(data.token_ids).long(), *inputs)
     loss.backward()
     return {"loss": loss.detach().numpy()}, gradients(draft)
 
@@ -183,17 +163,11 @@ def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchor
 
     c, name = case.config, case.kind.__name__
     package = importlib.import_module(f"speculators.models.{name.lower()}")
-    extra: dict[type, dict[str, Any]] = {
-        DSpark: {"markov_rank": c.markov_rank},
-        DFlash2: {"selector_rank": c.selector_rank, "selector_top_k": c.selector_top_k},
-    }
+    fields = {"DSpark": ["markov_rank"], "DFlash2": ["selector_rank", "selector_top_k"]}.get(name, [])
     config = getattr(package, f"{name}SpeculatorConfig")(
         transformer_layer_config=layer_config(case),
-        draft_vocab_size=c.draft_vocab_size,
-        block_size=BLOCK,
         aux_hidden_state_layer_ids=list(c.aux_layers),
-        mask_token_id=c.mask_token_id,
-        **extra.get(case.kind, {}),
+        **{field: getattr(c, field) for field in ("draft_vocab_size", "block_size", "mask_token_id", *fields)},
     )
     model = getattr(package, f"{name}DraftModel")(config).float()
     rows = torch.from_numpy(data.rows[data.draft_tokens])
@@ -215,22 +189,13 @@ def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchor
     if case.kind is DSpark:
         mask = np.pad(mask[:, 1:], ((0, 0), (0, 1)))
     batch = batch_of(case, data)
+    ids, segments, positions = (torch_of(x).long() for x in (batch.token_ids, batch.segment_ids, batch.positions))
     drawn = torch_of(anchors.at)[0].long(), torch_of(anchors.valid)[0]
+    inputs = torch_of(batch.aux), ids, torch_of(mask), torch_of(batch.last_hidden), segments, positions
+    options |= {"loss_config": terms, "gamma": case.loss.decay, "dpace_alpha": case.loss.alpha}
+    options["per_position_loss_weight"] = {"d-pace": "dpace", "decay": "fixed-exp-decay"}[case.loss.weights]
     with mock.patch.object(core, "select_anchors", lambda *_: drawn):
-        _, loss, _ = model(
-            torch_of(batch.aux),
-            torch_of(batch.token_ids).long(),
-            torch.from_numpy(mask),
-            torch_of(batch.last_hidden),
-            torch_of(batch.segment_ids).long(),
-            torch_of(batch.positions).long(),
-            loss_config=terms,
-            gamma=case.loss.decay,
-            max_anchors=anchors.at.shape[1],
-            per_position_loss_weight={"d-pace": "dpace", "decay": "fixed-exp-decay"}[case.loss.weights],
-            dpace_alpha=case.loss.alpha,
-            **options,
-        )
+        _, loss, _ = model(*inputs, max_anchors=anchors.at.shape[1], **options)
         loss.backward()
     return {"loss": loss.detach().numpy()}, gradients(model)
 
@@ -239,12 +204,8 @@ def layer_config(case: Case) -> Any:
     from transformers import Qwen3Config
 
     c = case.config
-    config: Any = Qwen3Config(
-        **shape(c, len(c.layer_types)),
-        layer_types=list(c.layer_types),
-        use_sliding_window=case.window is not None,
-        sliding_window=case.window,
-    )
+    sliding = {"use_sliding_window": case.window is not None, "sliding_window": case.window}
+    config: Any = Qwen3Config(**shape(c, len(c.layer_types)), layer_types=list(c.layer_types), **sliding)
     config._attn_implementation = "eager"
     return config
 
@@ -269,11 +230,10 @@ SCALED = "v_proj off by 0.1 %"  # a scale of the keys is lost in their norm
 
 def mistakes(case: Case) -> dict[str, Case]:
     """Makes the peer's settings with one mistake each."""
-    found = {SCALED: case}
+    name, loss = "decay off by 1 %", dataclasses.replace(case.loss, decay=1.01 * DECAY)
     if case.loss.weights == "d-pace":
-        found["alpha off by 10 %"] = dataclasses.replace(case, loss=dataclasses.replace(case.loss, alpha=1.1 * ALPHA))
-    else:
-        found["decay off by 1 %"] = dataclasses.replace(case, loss=dataclasses.replace(case.loss, decay=1.01 * DECAY))
+        name, loss = "alpha off by 10 %", dataclasses.replace(case.loss, alpha=1.1 * ALPHA)
+    found = {SCALED: case, name: dataclasses.replace(case, loss=loss)}
     if case.window == WINDOW:
         found["window one token longer"] = dataclasses.replace(case, window=WINDOW + 1)
     if case.kind is DSpark:
@@ -293,7 +253,7 @@ def compare(case: Case, seed: int) -> dict[str, dict[str, float]]:
     anchors = Anchors(jnp.where(valid, drawn.at, 0), jnp.where(valid, drawn.first, 0), valid)
     mine, found = ours(case, head, data, anchors), {}
     for mistake, used in ({"": case} | mistakes(case)).items():
-        weights = data.weights(tensors(head, entries(head)))
+        weights = data.weights(tensors_of(head))
         if mistake == SCALED:
             (name,) = (name for name in weights if name.endswith("layers.0.self_attn.v_proj.weight"))
             weights[name] *= 1.001

@@ -33,19 +33,9 @@ PACKAGES = ("specforge", "speculators")
 # Numbers by name ("loss", and others that both sides have), and the gradient under the checkpoint's names.
 Found = tuple[dict[str, np.ndarray], Tensors]
 # Of every head and its target.
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "target_hidden_size": 64,
-    "intermediate_size": 160,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 256,
-    "aux_layers": (1, 2, 3),
-}
+SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "target_hidden_size": 64, "intermediate_size": 160}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+SIZES |= {"max_position_embeddings": 256, "aux_layers": (1, 2, 3)}
 
 
 def make_importable(folder: pathlib.Path) -> None:
@@ -91,11 +81,7 @@ class Data:
         )
 
     def batch(self, best: np.ndarray, *, packed: bool) -> Batch:
-        """Makes this package's batch: a row for each document, or one with all of them.
-
-        Args:
-            best: the target's best tokens, [D, T].
-        """
+        """Makes this package's batch: a row for each document, or one with all; `best`: the target's tokens, [D, T]."""
         ones = np.ones_like(self.token_ids)
         segments = np.cumsum(ones, axis=0) if packed else ones
         fields = (self.token_ids, self.aux, self.last_hidden, best, self.loss_mask, segments, ones.cumsum(axis=1) - 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,9 +57,8 @@ def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Fou
     model = LlamaForCausalLMEagle3(config, attention_backend="sdpa").float()
     model.load_state_dict(weights)
     model.embed_tokens.weight.requires_grad_(False)
-    mask, token_ids, aux, last_hidden = map(
-        torch.from_numpy, (data.loss_mask, data.token_ids, data.aux, data.last_hidden)
-    )
+    inputs = data.loss_mask, data.token_ids, data.aux, data.last_hidden
+    mask, token_ids, aux, last_hidden = map(torch.from_numpy, inputs)
     if mistake == MISTAKES[1]:
         mask = torch.nn.functional.pad(mask[:, 1:], (0, 1))
     steps, *_ = eagle3.OnlineEagle3Model(model, length=STEPS)(
@@ -80,10 +78,7 @@ def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Fou
 def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Found:
     """Computes loss, step losses and gradients of speculators' `Eagle3DraftModel`, its losses in plain torch."""
     from speculators.losses.eager import kl_div_loss
-    from speculators.models.eagle3 import (
-        Eagle3DraftModel,
-        Eagle3SpeculatorConfig,
-    )
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from transformers import LlamaConfig
 
     layer = LlamaConfig(**shape(CONFIG))
@@ -91,10 +86,8 @@ def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> F
     config = Eagle3SpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=CONFIG.draft_vocab_size)
     model = Eagle3DraftModel(config).float()
     names = {name: "midlayer." + name.removeprefix("layers.0.") for name in model.state_dict() if "layers.0." in name}
-    missing, surplus = model.load_state_dict(
-        {name: weights[names.get(name, name)] for name in model.state_dict() if names.get(name, name) in weights},
-        strict=False,
-    )
+    known = {name: weights[x] for name in model.state_dict() if (x := names.get(name, name)) in weights}
+    missing, surplus = model.load_state_dict(known, strict=False)
     assert not surplus and all(name.startswith("verifier_") for name in missing), (missing, surplus)
     model.lm_head.weight.requires_grad_(True)
     model.verifier_norm = torch.nn.Identity()  # the last hidden states are normed already
@@ -117,10 +110,7 @@ def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> F
     return {"loss": loss.detach().numpy(), "steps": steps}, gradients(model)
 
 
-PEERS: dict[str, Callable[[dict[str, torch.Tensor], Data, str], Found]] = {
-    "specforge": specforge,
-    "speculators": speculators,
-}
+PEERS = {"specforge": specforge, "speculators": speculators}
 
 
 def compare(peer: str, seed: int) -> dict[str, dict[str, float]]:

@@ -1,7 +1,6 @@
 """The package's Pallas kernels at the sizes of real targets: the program of each, and the least work that it does.
 
-`tools/tpu_kernels.py` counts the cycles of their programs, `tools/tpu_first_run.py` runs them. A case is data; its
-fields become columns of the JSON rows.
+`tools/tpu_kernels.py` counts the cycles of their programs, `tools/tpu_first_run.py` runs them.
 """
 
 from __future__ import annotations
@@ -9,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.kernels import dispatch
@@ -36,285 +36,188 @@ LOOPS = "bundles x trips, loops"
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """A function to compile, and its arguments.
+class Case:
+    """One program.
 
     Attributes:
-        arguments: shape and dtype of each.
-        trips: part of a custom call's name -> trip counts, for the methods that count bundles. With PRODUCTS one for
-            each stretch of code with matrix products, with LOOPS one for each loop, in their order.
+        fields: its kernel and sizes, columns of the JSON rows.
+        floor_bytes, operations: the least bytes to move between HBM and the chip, and the operations of its products.
+        sizes: for a table.
+        function: calls the kernel as the engine or the trainer does, with its `implementation` and `interpret`.
+        arguments: shape and dtype of each; `values` of those that are no random numbers of this `scale`.
+        method: that counts its cycles, see tools/tpu_kernels.py.
+        trips: part of a custom call's name -> trip counts, under the chip's mesh, for the methods that count bundles.
+            With PRODUCTS one for each stretch of code with matrix products, with LOOPS one for each loop, in order.
         donated: indices of the arguments that are written in place.
     """
 
-    function: Any
+    fields: dict[str, Any]
+    floor_bytes: int
+    operations: int
+    sizes: str
+    function: Callable[..., Any]
     arguments: Sequence[tuple[tuple[int, ...], Any]]
-    trips: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    values: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    scale: float = 1.0
+    method: str = STATIC_PROFILE
+    trips: Callable[[], dict[str, list[int]]] = dict
     donated: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One program: its kernel, and the method that counts its cycles, see tools/tpu_kernels.py."""
+def attention(
+    kernel: str, *, nodes=64, query_heads=32, kv_heads=8, batch=4, head_dim=128, keys=4096, dtype="bfloat16"
+) -> Case:
+    """`nodes` new tokens of each full sequence over `keys` slots of pages, their own included."""
+    fields, pages = dict(locals()), keys // PAGE_SIZE
+    queries, new = ((batch, nodes, heads, head_dim) for heads in (query_heads, kv_heads))
+    cache = _pages(batch, keys, kv_heads, head_dim)
+    floats = [(shape, dtype) for shape in (queries, new, new, cache, cache)]
+    arguments = [((batch, pages), "int32"), *floats, ((batch,), "int32")]
+    arguments += [((batch, nodes, nodes), "bool")] * (not kernel.endswith("causal"))
+    # A node sees itself and some before it.
+    mask = np.tril(np.random.default_rng(0).integers(0, 2, (nodes, nodes))) + np.eye(nodes) > 0
+    values = {0: np.arange(batch * pages).reshape(batch, pages), 6: np.full(batch, keys - nodes)}
 
-    kernel: str
-    method: str = STATIC_PROFILE
+    def attend(table: Any, *rest: Any, **how: Any) -> Any:
+        return tree_attention(*rest, page_table=table, **how)
 
-    floor_bytes = property(lambda self: self.least()[0])
-    operations = property(lambda self: self.least()[1])
-    sizes = property(lambda self: self.least()[2])
-
-    def least(self) -> tuple[int, int, str]:
-        """Counts the least bytes to move between HBM and the chip, and the operations of its products; its sizes."""
-        raise NotImplementedError
-
-    def call(self, **how: Any) -> Call:
-        """Makes the program, as the engine or the trainer calls the kernel, under the chip's mesh.
-
-        Args:
-            how: `implementation` and `interpret` of the kernel.
-        """
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention(Case):
-    """`nodes` new tokens of each sequence over `keys` slots of pages, their own included."""
-
-    nodes: int = 64
-    query_heads: int = 32
-    kv_heads: int = 8
-    batch: int = 4
-    head_dim: int = 128
-    keys: int = 4096
-    dtype: str = "bfloat16"
-
-    def least(self) -> tuple[int, int, str]:
-        cache = 2 * self.batch * self.kv_heads * self.keys * self.head_dim
-        queries = 2 * self.batch * self.query_heads * self.nodes * self.head_dim
-        sizes = f"{self.batch} x {self.nodes} nodes, {self.query_heads}/{self.kv_heads}"
-        return 2 * (cache + queries), 2 * queries * self.keys, sizes
-
-    def call(self, **how: Any) -> Call:
-        """Lengths are known at run time; trips are for sequences of full length."""
-        cores, dtype, pages = dispatch.cores(), jnp.dtype(self.dtype), self.keys // PAGE_SIZE
-        queries = self.batch, self.nodes, self.query_heads, self.head_dim
-        new, cache = (self.batch, self.nodes, self.kv_heads, self.head_dim), _pages(self, self.keys)
-        arguments: list[Any] = [
-            ((self.batch, pages), "int32"),
-            (queries, self.dtype),
-            *[(new, self.dtype)] * 2,
-            *[(cache, self.dtype)] * 2,
-            ((self.batch,), "int32"),
-        ]
-        if not self.kernel.endswith("causal"):
-            arguments.append(((self.batch, self.nodes, self.nodes), "bool"))
+    def trips() -> dict[str, list[int]]:
         # Blocks of the prefix and blocks with the tail have separate code. The cores of a device share the sequences,
         # or the KV heads of each sequence, which have equally many blocks.
-        shape = plan(queries, cache, (dtype, dtype), tail=self.nodes, pages=pages)
-        _, blocks, _, bare = shape.blocks(self.keys - self.nodes, 0, 0)
-        tiles = (self.batch if self.batch % cores else self.batch // cores) * shape.tiles
-        trips = {"tree_attention.": [tiles * bare, tiles * (blocks - bare)]}
-        attend = functools.partial(tree_attention, **how)
-        return Call(lambda table, *rest: attend(*rest, page_table=table), arguments, trips, donated=(4, 5))
+        cores, shape = dispatch.cores(), plan(queries, cache, (jnp.dtype(dtype),) * 2, tail=nodes, pages=pages)
+        _, blocks, _, bare = shape.blocks(keys - nodes, 0, 0)
+        tiles = (batch if batch % cores else batch // cores) * shape.tiles
+        return {"tree_attention.": [tiles * bare, tiles * (blocks - bare)]}
+
+    read, sizes = 2 * batch * kv_heads * keys * head_dim, f"{batch} x {nodes} nodes, {query_heads}/{kv_heads}"
+    own, how = 2 * math.prod(queries), {"method": PRODUCTS, "trips": trips, "donated": (4, 5)}
+    values[7] = np.broadcast_to(mask, (batch, nodes, nodes))
+    return Case(fields, 2 * (read + own), 2 * own * keys, sizes, attend, arguments, values, **how)
 
 
-@dataclasses.dataclass(frozen=True)
-class TopK(Case):
+def top_k(kernel: str, *, queries=4, k=4, hidden=4096, vocabulary=32000, dtype="bfloat16") -> Case:
     """The k most probable of a draft vocabulary for each of `queries` states, log-probabilities included."""
-
-    queries: int = 4
-    k: int = 4
-    hidden: int = 4096
-    vocabulary: int = 32000
-    dtype: str = "bfloat16"
-
-    def least(self) -> tuple[int, int, str]:
-        moved = 2 * (self.vocabulary + self.queries) * self.hidden + 8 * self.queries * self.k
-        return moved, 2 * self.queries * self.hidden * self.vocabulary, f"{self.queries} x {self.hidden}, k {self.k}"
-
-    def call(self, **how: Any) -> Call:
-        arguments = [((self.queries, self.hidden), self.dtype), ((self.vocabulary, self.hidden), self.dtype)]
-        return Call(functools.partial(vocabulary_top_k, k=self.k, **how), arguments)
+    fields, moved = dict(locals()), 2 * (vocabulary + queries) * hidden + 8 * queries * k
+    arguments = [((queries, hidden), dtype), ((vocabulary, hidden), dtype)]
+    choose, sizes = functools.partial(vocabulary_top_k, k=k), f"{queries} x {hidden}, k {k}"
+    return Case(fields, moved, 2 * queries * hidden * vocabulary, sizes, choose, arguments, scale=0.02)
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupedProduct(Case):
+def grouped_product(kernel: str, *, rows=16, inputs=4096, outputs=14336, group=32, bits=4, dtype="bfloat16") -> Case:
     """`rows` rows times a matrix whose columns have a scale, and 4 bits an offset too, for each `group` values."""
+    fields, scales = dict(locals()), 2 if bits == 4 else 1
+    parts = [((inputs, outputs), f"int{bits}"), *[((inputs // group, outputs), "float32")] * scales]
 
-    rows: int = 16
-    inputs: int = 4096
-    outputs: int = 14336
-    group: int = 32
-    bits: int = 4
-    dtype: str = "bfloat16"
+    def multiply(x: Any, values: Any, scale: Any, offset: Any = None, **how: Any) -> Any:
+        matrix = Quantised(values, scale, offset, jnp.dtype(dtype))
+        return product(x, matrix, functools.partial(contract, "mk,kn->mn"), **how).astype(x.dtype)
 
-    def least(self) -> tuple[int, int, str]:
-        scales = 4 * (2 if self.bits == 4 else 1) * self.inputs // self.group
-        moved = self.outputs * (self.inputs * self.bits // 8 + scales + 4 * self.rows) + 2 * self.rows * self.inputs
-        sizes = f"{self.rows} x {self.inputs} x {self.outputs}, {self.bits} bits"
-        return moved, 2 * self.rows * self.inputs * self.outputs, sizes
-
-    def call(self, **how: Any) -> Call:
-        scales = ((self.inputs // self.group, self.outputs), "float32")
-        parts = [((self.inputs, self.outputs), f"int{self.bits}"), *[scales] * (2 if self.bits == 4 else 1)]
-
-        def multiply(x: Any, values: Any, scale: Any, offset: Any = None) -> Any:
-            matrix = Quantised(values, scale, offset, jnp.dtype(self.dtype))
-            return product(x, matrix, functools.partial(contract, "mk,kn->mn"), **how).astype(x.dtype)
-
-        return Call(multiply, [((self.rows, self.inputs), self.dtype), *parts])
+    moved = outputs * (inputs * bits // 8 + 4 * scales * inputs // group + 4 * rows) + 2 * rows * inputs
+    work, sizes = 2 * rows * inputs * outputs, f"{rows} x {inputs} x {outputs}, {bits} bits"
+    return Case(fields, moved, work, sizes, multiply, [((rows, inputs), dtype), *parts], scale=0.02)
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingTimeTest(Case):
-    """Attention of step 7 of the training-time test over one row with one document."""
+def training_time_test(
+    kernel: str, *, length=2560, steps=7, query_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16"
+) -> Case:
+    """Attention of step 7 of the training-time test over one row with one document.
 
-    length: int = 2560
-    steps: int = 7
-    query_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    dtype: str = "bfloat16"
+    Least are keys and queries once; backward also gradients (step 0's in float32) and two numbers per row. Products:
+    two forward (scores, values) and five backward, over the causal half.
+    """
+    fields, backward = dict(locals()), kernel.endswith("backward")
+    queries, keys = (1, length, query_heads, head_dim), (steps, 1, length, kv_heads, head_dim)
+    arguments = [*((shape, dtype) for shape in (queries, keys, keys)), ((1, length), "int32"), ((), "int32")]
 
-    @property
-    def backward(self) -> bool:
-        return self.kernel.endswith("backward")
+    def gradients(q: Any, k: Any, v: Any, segments: Any, newest: Any, cotangent: Any, **how: Any) -> Any:
+        return jax.vjp(lambda q, k, v: ttt_attention(q, k, v, segments, newest, **how), q, k, v)[1](cotangent)
 
-    def least(self) -> tuple[int, int, str]:
-        """Counts keys and queries once; backward also gradients (step 0's in float32) and two numbers per row.
-
-        Products: two forward (scores, values) and five backward, over the causal half.
-        """
-        tokens, one = self.length * self.head_dim, 2
-        queries, keys = self.query_heads * tokens * one, 2 * self.steps * self.kv_heads * tokens * one
-        moved = 2 * queries + keys
-        if self.backward:
-            moved += queries + keys + 2 * self.kv_heads * tokens * (4 - one) + 8 * self.query_heads * self.length
-        operations = (5 if self.backward else 2) * self.query_heads * self.length**2 * self.head_dim
-        return moved, operations, f"{self.length} tokens, {self.query_heads}/{self.kv_heads}"
-
-    def call(self, **how: Any) -> Call:
-        queries = 1, self.length, self.query_heads, self.head_dim
-        keys = self.steps, 1, self.length, self.kv_heads, self.head_dim
-        shape = ttt_plan(queries, keys, jnp.dtype(self.dtype))
+    def trips() -> dict[str, list[int]]:
         # One document: every chunk lies inside it; chunks below the diagonal need no mask, the others do.
+        shape = ttt_plan(queries, keys, jnp.dtype(dtype))
         bare = sum((tile * shape.tile + 1) // shape.chunk for tile in range(shape.tiles))
         seen = sum(math.ceil((tile + 1) * shape.tile / shape.chunk) for tile in range(shape.tiles))
-        loops = [self.kv_heads * trips for trips in (shape.tiles, 0, bare, seen - bare)]
-        arguments: list[Any] = [(queries, self.dtype), *[(keys, self.dtype)] * 2]
-        arguments += [((1, self.length), "int32"), ((), "int32")]
-        attend = functools.partial(ttt_attention, **how)
-        if not self.backward:
-            return Call(attend, arguments, {"ttt_attention.": loops})
+        name = "ttt_attention_backward" if backward else "ttt_attention."
+        return {name: [kv_heads * trips for trips in (shape.tiles, 0, bare, seen - bare)]}
 
-        def gradients(q: Any, k: Any, v: Any, segments: Any, newest: Any, cotangent: Any) -> Any:
-            return jax.vjp(lambda q, k, v: attend(q, k, v, segments, newest), q, k, v)[1](cotangent)
-
-        return Call(gradients, [*arguments, (queries, self.dtype)], {"ttt_attention_backward": loops})
-
-
-@dataclasses.dataclass(frozen=True)
-class Commit(Case):
-    """Moves every other of 2 * `nodes` new slots to the front, in keys and values of all layers."""
-
-    nodes: int = 8
-    batch: int = 4
-    layers: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    slots: int = 1024
-    length: int = 508  # the path spans two tiles
-    dtype: str = "bfloat16"
-
-    def least(self) -> tuple[int, int, str]:
-        """Counts one read and one write of each moved row."""
-        moved = 2 * 2 * self.layers * self.batch * (self.nodes - 1) * self.kv_heads * self.head_dim * 2
-        return moved, 0, f"{self.nodes} nodes, {self.layers} layers"
-
-    def call(self, **how: Any) -> Call:
-        """Work that depends on the path counts for each of its rows."""
-        caches = [(_pages(self, self.slots), self.dtype)] * 2 * self.layers
-        # Loops: sequences; copies of each row's tile and of the two destination tiles, and waits for both; rows, and
-        # the caches within each; the two copies back, and waits for them.
-        loops = [1, self.nodes, 2, self.nodes, 2, self.nodes, (self.nodes - 1) * len(caches), 2, 2]
-
-        def move(lengths: Any, path: Any, table: Any, *caches: Any) -> Any:
-            return commit(caches, lengths, path, page_table=table, **how)
-
-        table = ((self.batch, self.slots // PAGE_SIZE), "int32")
-        arguments: list[Any] = [((self.batch,), "int32"), ((self.batch, self.nodes), "int32"), table, *caches]
-        trips = {"commit.": [self.batch * trips for trips in loops]}
-        return Call(move, arguments, trips, donated=tuple(range(3, len(arguments))))
+    of_queries, of_keys = 2 * math.prod(queries), 2 * length * kv_heads * head_dim
+    moved = 2 * of_queries + 2 * steps * of_keys
+    if backward:
+        arguments.append((queries, dtype))
+        moved += of_queries + 2 * (steps + 1) * of_keys + 8 * query_heads * length
+    work = (5 if backward else 2) * query_heads * length**2 * head_dim
+    sizes, values = f"{length} tokens, {query_heads}/{kv_heads}", {3: np.ones((1, length)), 4: steps - 1}
+    function, how = gradients if backward else ttt_attention, {"method": LOOPS, "trips": trips}
+    return Case(fields, moved, work, sizes, function, arguments, values, **how)
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta(Case):
-    """The gated delta rule over a tree's nodes or a prompt's tokens; its states are read, and a prompt's written."""
+def moved_rows(
+    kernel: str, *, nodes=8, batch=4, layers=32, kv_heads=8, head_dim=128, slots=1024, length=508, dtype="bfloat16"
+) -> Case:
+    """Moves every other of 2 * `nodes` new slots to the front, in keys and values of all layers.
 
-    tokens: int = 16
-    batch: int = 1
-    key_heads: int = 16
-    value_heads: int = 32
-    head_dim: int = 128
+    With 508 tokens before them the path spans two tiles. Least are one read and one write of each moved row.
+    """
+    fields, caches = dict(locals()), [(_pages(batch, slots, kv_heads, head_dim), dtype)] * 2 * layers
+    # Loops: sequences; copies of each row's tile and of the two destination tiles, and waits for both; rows (all
+    # count), and the caches within each; the two copies back, and waits for them.
+    loops = [batch * trips for trips in (1, nodes, 2, nodes, 2, nodes, (nodes - 1) * len(caches), 2, 2)]
+    pages = batch, slots // PAGE_SIZE
 
-    @property
-    def prompt(self) -> bool:
-        return self.kernel.endswith("prompt")
+    def move(lengths: Any, path: Any, table: Any, *caches: Any, **how: Any) -> Any:
+        return commit(caches, lengths, path, page_table=table, **how)
 
-    @property
-    def floor_bytes(self) -> int:
-        """Counts queries, keys, values and outputs once, a tree's updates too."""
-        rows = 2 * self.key_heads + (2 if self.prompt else 3) * self.value_heads
-        states = (2 if self.prompt else 1) * self.value_heads * self.head_dim
-        return 4 * self.batch * self.head_dim * (self.tokens * rows + states)
-
-    @property
-    def operations(self) -> int:
-        """Counts keys and queries with keys, with states and with updates; and a prompt's updates of states."""
-        size = min(self.tokens, CHUNK)
-        of_keys, of_values = 4 * size, (6 if self.prompt else 4) * self.head_dim + 3 * size
-        heads = self.key_heads * of_keys + self.value_heads * of_values
-        return self.batch * self.tokens * self.head_dim * heads
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.batch} x {self.tokens}, {self.key_heads}/{self.value_heads}"
-
-    def call(self, **how: Any) -> Call:
-        b, t, k, n, d = self.batch, self.tokens, self.key_heads, self.value_heads, self.head_dim
-        shapes = [*[(b, t, k, d)] * 2, (b, t, n, d), *[(b, t, n)] * 2, (b, n, d, d)]
-        sees = (b, t) if self.prompt else (b, t, t)
-        arguments = [*((shape, "float32") for shape in shapes), (sees, "bool")]
-
-        def read(*x: Any) -> Any:
-            tokens, states, sees = Tokens(*x[:5]), x[5], x[6]
-            if self.prompt:
-                return gated_delta.chain(tokens, states, None, sees, jnp.ones(b, bool), **how)
-            return gated_delta.tree(tokens, states, None, sees, **how)
-
-        return Call(read, arguments)
+    arguments = [((batch,), "int32"), ((batch, nodes), "int32"), (pages, "int32"), *caches]
+    values = {0: np.full(batch, length), 1: np.broadcast_to(2 * np.arange(nodes), (batch, nodes))}
+    values[2] = np.arange(math.prod(pages)).reshape(pages)
+    moved, sizes = 2 * 2 * layers * batch * (nodes - 1) * kv_heads * head_dim * 2, f"{nodes} nodes, {layers} layers"
+    how = {"method": LOOPS, "trips": lambda: {"commit.": loops}, "donated": tuple(range(3, len(arguments)))}
+    return Case(fields, moved, 0, sizes, move, arguments, values, **how)
 
 
-def _pages(case: Attention | Commit, slots: int) -> tuple[int, ...]:
+def delta(kernel: str, *, tokens=16, batch=1, key_heads=16, value_heads=32, head_dim=128) -> Case:
+    """The gated delta rule over a tree's nodes or a prompt's tokens; its states are read, and a prompt's written.
+
+    Least are queries, keys, values and outputs once, and a tree's updates. Products are of keys and queries with keys,
+    with states and with updates; and a prompt's updates of states.
+    """
+    fields, prompt = dict(locals()), kernel.endswith("prompt")
+    b, t, n, d = batch, tokens, value_heads, head_dim
+    shapes = [*[(b, t, key_heads, d)] * 2, (b, t, n, d), *[(b, t, n)] * 2, (b, n, d, d)]
+    arguments = [*((shape, "float32") for shape in shapes), ((b, t) if prompt else (b, t, t), "bool")]
+    sees = np.zeros((b, t)) if prompt else np.tril(np.ones((b, t, t)))
+
+    def read(*x: Any, **how: Any) -> Any:
+        more = [jnp.ones(b, bool)] if prompt else []
+        return (gated_delta.chain if prompt else gated_delta.tree)(Tokens(*x[:5]), x[5], None, x[6], *more, **how)
+
+    rows, states = 2 * key_heads + (2 if prompt else 3) * n, (2 if prompt else 1) * n * d
+    heads = key_heads * 4 * min(t, CHUNK) + n * ((6 if prompt else 4) * d + 3 * min(t, CHUNK))
+    values, sizes = {3: -np.ones((b, t, n)), 4: np.full((b, t, n), 0.5), 6: sees}, f"{b} x {t}, {key_heads}/{n}"
+    return Case(fields, 4 * b * d * (t * rows + states), b * t * d * heads, sizes, read, arguments, values)
+
+
+def _pages(batch: int, slots: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
     """Returns the shape of an engine's cache for as many slots of each sequence."""
-    return case.batch * slots // PAGE_SIZE + 1, case.kv_heads, PAGE_SIZE, case.head_dim
+    return batch * slots // PAGE_SIZE + 1, kv_heads, PAGE_SIZE, head_dim
 
 
-CASES: list[Case] = [
-    Attention("tree_attention", PRODUCTS),
-    Attention("tree_attention causal", PRODUCTS),
-    Attention("tree_attention", PRODUCTS, nodes=16),
-    Attention("tree_attention causal", PRODUCTS, nodes=1),
-    Attention("tree_attention", PRODUCTS, batch=1),
-    Attention("tree_attention", PRODUCTS, query_heads=8, kv_heads=1),  # 70B over 8 chips
-    *(TopK("vocabulary_top_k", queries=queries, k=k) for queries, k in ((4, 1), (4, 4), (32, 8))),
-    TopK("vocabulary_top_k", hidden=8192, vocabulary=4000),  # 70B over 8 chips
-    *(GroupedProduct("grouped_product", rows=rows) for rows in (4, 16, 64, 512)),
-    GroupedProduct("grouped_product", inputs=14336, outputs=4096),
-    GroupedProduct("grouped_product", bits=8),
-    TrainingTimeTest("ttt_attention", LOOPS),
-    TrainingTimeTest("ttt_attention backward", LOOPS),
-    Commit("commit", LOOPS),
-    *(Delta("gated_delta tree", tokens=tokens) for tokens in (16, 64)),
-    Delta("gated_delta prompt", tokens=64),
+_of = functools.partial
+CASES: list[functools.partial[Case]] = [
+    _of(attention, "tree_attention"),
+    _of(attention, "tree_attention causal"),
+    _of(attention, "tree_attention", nodes=16),
+    _of(attention, "tree_attention causal", nodes=1),
+    _of(attention, "tree_attention", batch=1),
+    _of(attention, "tree_attention", query_heads=8, kv_heads=1),  # 70B over 8 chips
+    *(_of(top_k, "vocabulary_top_k", queries=queries, k=k) for queries, k in ((4, 1), (4, 4), (32, 8))),
+    _of(top_k, "vocabulary_top_k", hidden=8192, vocabulary=4000),  # 70B over 8 chips
+    *(_of(grouped_product, "grouped_product", rows=rows) for rows in (4, 16, 64, 512)),
+    _of(grouped_product, "grouped_product", inputs=14336, outputs=4096),
+    _of(grouped_product, "grouped_product", bits=8),
+    _of(training_time_test, "ttt_attention"),
+    _of(training_time_test, "ttt_attention backward"),
+    _of(moved_rows, "commit"),
+    *(_of(delta, "gated_delta tree", tokens=tokens) for tokens in (16, 64)),
+    _of(delta, "gated_delta prompt", tokens=64),
 ]

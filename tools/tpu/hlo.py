@@ -17,33 +17,43 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-_OPERATION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)")
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
-_COLLECTIVE = re.compile(
+_OPERATION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)", re.MULTILINE)
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
+COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-(?:permute|broadcast))(?:-start)?"
 )
 
 
-class Operation(NamedTuple):
+@dataclasses.dataclass(eq=False, repr=False)
+class Operation:
     """One line of a computation.
 
     Attributes:
-        type: its result, as HLO writes it. operands: names, in the same computation.
-        rest: all behind the operation's name: operands and attributes.
+        type: its result, as HLO writes it. rest: all behind the operation's name: operands and attributes.
+        operands: in the same computation. readers: what reads it, and as its how manieth operand.
     """
 
-    name: str
-    kind: str
-    type: str
-    operands: tuple[str, ...]
-    rest: str
+    program: Program
+    computation: str
     root: bool
+    name: str
+    type: str
+    kind: str
+    rest: str
+    operands: list[Operation] = dataclasses.field(default_factory=list)
+    readers: list[tuple[Operation, int]] = dataclasses.field(default_factory=list)
 
-    def called(self, attribute: str = "calls|to_apply") -> str:
+    def called(self, attribute: str = "calls|to_apply") -> list[Operation]:
         """Returns the computation that the attribute names. Raises ValueError: none does."""
         if (found := re.search(rf"\b(?:{attribute})=%?([\w.\-]+)", self.rest)) is None:
             raise ValueError(f"{self.name}: got no attribute {attribute}, expected one: {self.rest[:200]}")
-        return found[1]
+        return self.program.computations[found[1]]
+
+    def inner(self) -> Iterator[Operation]:
+        """Yields the operation and all of its fusion."""
+        yield self
+        for part in self.called() if self.kind == "fusion" else ():
+            yield from part.inner()
 
     @property
     def where(self) -> str:
@@ -51,12 +61,34 @@ class Operation(NamedTuple):
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
+    @property
+    def constant(self) -> int | None:
+        """The integer that it stands for, through copies."""
+        if self.kind in ("copy", "bitcast", "convert"):
+            return self.operands[0].constant
+        found = re.match(r"(-?\d+)\)", self.rest)
+        return int(found[1]) if found and self.kind == "constant" else None
+
+    @property
+    def trips(self) -> int:
+        """How often a loop runs; 1 where the program does not say it."""
+        body, compared = self.called("body"), root_of(self.called("condition"))
+        counter, *ends = compared.operands
+        index, (last, *_) = re.search(r"index=(\d+)", counter.rest), [*[end.constant for end in ends], None]
+        if compared.kind == "fusion":  # of the comparison alone
+            compared = root_of(compared.called())
+        if compared.kind != "compare" or "direction=LT" not in compared.rest or last is None or index is None:
+            return 1
+        first, place = self.operands[0], int(index[1])
+        start = first.operands[place].constant if first.kind == "tuple" else None
+        steps = [x.constant for x in root_of(body).operands[place].operands]
+        return -(-(last - (start or 0)) // next((x for x in steps if x is not None), 1)) or 1
+
 
 class Executed(NamedTuple):
     """An operation that runs `times`; `aside`: beside others, as a copy or work of another core."""
 
     operation: Operation
-    computation: str
     times: int
     in_loop: bool
     aside: bool
@@ -70,7 +102,7 @@ class Collective:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute.
         bytes: of the whole array on a device, once: what an all-gather makes, what the others take.
         axes: the mesh's axes along which it travels. group: the partitions of one group; a permutation's first pair.
-        beside: the operations that run while it travels, by name, and the computation that holds them.
+        beside: the operations that run while it travels.
     """
 
     kind: str
@@ -80,19 +112,24 @@ class Collective:
     times: int = 1
     in_loop: bool = False
     where: str = ""
-    beside: tuple[str, tuple[str, ...]] = ("", ())
+    beside: tuple[Operation, ...] = dataclasses.field(default=(), repr=False)
 
 
 class Program:
     """The computations of an optimised program, by name. Raises ValueError: the text has no entry."""
 
     def __init__(self, text: str) -> None:
-        self.computations: dict[str, dict[str, Operation]] = {}
+        self.computations: dict[str, list[Operation]] = {}
         entries = []
         for entry, name, body in _COMPUTATION.findall(text):
-            lines = [_operation(*found.groups()) for found in map(_OPERATION.match, body.split("\n")) if found]
-            self.computations[name] = {line.name: line for line in lines}
-            entries += [name] if entry else []
+            lines = [Operation(self, name, bool(root), *rest) for root, *rest in _OPERATION.findall(body)]
+            self.computations[name], named = lines, {line.name: line for line in lines}
+            for line in lines:
+                operands = line.rest.split("), ", 1)[0] if line.kind not in ("parameter", "constant") else ""
+                line.operands = [named[x] for x in re.findall(r"%([\w.\-]+)", operands) if x in named]
+                for number, operand in enumerate(line.operands):
+                    operand.readers.append((line, number))
+            entries += [lines] if entry else []
         if len(entries) != 1:
             raise ValueError(f"HLO: got {len(entries)} entries, expected the text of one program: {text[:100]!r}")
         (self.entry,) = entries
@@ -105,53 +142,25 @@ class Program:
             branch: max or min: whether a conditional runs its branch of most or of fewest operations.
         """
 
-        def run(name: str, times: int = 1, in_loop: bool = False, aside: bool = False) -> list[Executed]:
+        def run(lines: list[Operation], times: int = 1, in_loop: bool = False, aside: bool = False) -> list[Executed]:
             found = []
-            for operation in self.computations[name].values():
+            for operation in lines:
                 if operation.kind == "while":
-                    found += run(operation.called("body"), times * (self._trips(name, operation) or 1), True, aside)
+                    found += run(operation.called("body"), times * operation.trips, True, aside)
                 elif operation.kind == "conditional":
-                    found += branch((run(part, times, in_loop, aside) for part in _branches(operation)), key=len)
+                    listed = re.search(r"branch_computations=\{([^}]*)\}", operation.rest)
+                    sides = (operation.called(f"{side}_computation") for side in ("true", "false"))
+                    parts = map(self.computations.__getitem__, re.findall(r"[\w.\-]+", listed[1])) if listed else sides
+                    found += branch((run(part, times, in_loop, aside) for part in parts), key=len)
                 elif operation.kind in ("call", "async-start"):
                     found += run(operation.called(), times, in_loop, aside or operation.kind == "async-start")
                 else:
-                    found.append(Executed(operation, name, times, in_loop, aside))
+                    found.append(Executed(operation, times, in_loop, aside))
             return found
 
         if not one_pass:
             return run(self.entry)
-        loops = [x for x in self.computations[self.entry].values() if x.kind == "while"]
-        return max((run(loop.called("body")) for loop in loops), key=len)
-
-    def inner(self, computation: str, operation: Operation) -> Iterator[tuple[str, Operation]]:
-        """Yields an operation and all of its fusion, with their computations."""
-        yield computation, operation
-        if operation.kind == "fusion":
-            called = operation.called()
-            for part in self.computations[called].values():
-                yield from self.inner(called, part)
-
-    def until_done(self, computation: str, start: Operation) -> tuple[str, ...]:
-        """Names what the schedule has between an asynchronous operation's start and its end."""
-        behind = itertools.dropwhile(lambda x: x is not start, self.computations[computation].values())
-        beside = itertools.takewhile(lambda x: start.name not in x.operands, itertools.islice(behind, 1, None))
-        return tuple(x.name for x in beside) if start.kind.endswith("-start") else ()
-
-    def _trips(self, computation: str, loop: Operation) -> int | None:
-        """Returns how often a loop of the computation runs; None where the program does not say it."""
-        condition, body = (self.computations[loop.called(name)] for name in ("condition", "body"))
-        compared = root_of(condition)
-        counter, end = ([*compared.operands, "", ""])[:2]
-        last, index = _constant(condition, end), re.search(r"index=(\d+)", getattr(condition.get(counter), "rest", ""))
-        if compared.kind == "fusion":  # of the comparison alone
-            compared = root_of(self.computations[compared.called()])
-        if compared.kind != "compare" or "direction=LT" not in compared.rest or last is None or index is None:
-            return None
-        before, place = self.computations[computation], int(index[1])
-        first, stepped = before.get(loop.operands[0]), body.get(root_of(body).operands[place])
-        start = _constant(before, first.operands[place]) if first and first.kind == "tuple" else None
-        steps = [_constant(body, name) for name in stepped.operands] if stepped else []
-        return -(-(last - (start or 0)) // next((x for x in steps if x is not None), 1))
+        return max((run(loop.called("body")) for loop in self.entry if loop.kind == "while"), key=len)
 
 
 def collectives(program: Program | str, mesh_shape: Mapping[str, int], **how: Any) -> list[Collective]:
@@ -168,32 +177,30 @@ def collectives(program: Program | str, mesh_shape: Mapping[str, int], **how: An
     program = Program(program) if isinstance(program, str) else program
     found = []
     for executed in program.executed(**how):
-        for name, operation in program.inner(executed.computation, executed.operation):
-            if (kind := _COLLECTIVE.fullmatch(operation.kind)) is None:
+        for operation in executed.operation.inner():
+            if (kind := COLLECTIVE.fullmatch(operation.kind)) is None:
                 continue
             groups = _groups(operation, math.prod(mesh_shape.values()))
             if not (axes := _axes(groups, mesh_shape)):
                 continue  # each device alone
-            size = sum(bytes_of(program.computations[name][x].type) for x in operation.operands)
+            size = sum(bytes_of(x.type) for x in operation.operands)
             group = tuple(map(int, max(groups, key=lambda group: len(set(group)))))
-            sort = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind[1]
+            sort = "reduce-scatter" if operation.computation.startswith("all-reduce-scatter") else kind[1]
             size *= len(group) if sort == "all-gather" else 1
-            beside = name, program.until_done(name, operation)
-            found.append(Collective(sort, size, axes, group, executed.times, executed.in_loop, operation.where, beside))
+            # What the schedule has between an asynchronous one's start and its end.
+            lines = program.computations[operation.computation]
+            behind = lines[lines.index(operation) + 1 :] if operation.kind.endswith("-start") else []
+            ends = [number for number, x in enumerate(behind) if operation in x.operands]
+            beside = tuple(behind[: min(ends, default=None)])
+            found.append(Collective(sort, size, axes, group, *executed[1:3], operation.where, beside))
     return found
-
-
-def is_collective(program: Program, executed: Executed) -> bool:
-    inner = program.inner(executed.computation, executed.operation)
-    return any(_COLLECTIVE.fullmatch(part.kind) for _, part in inner)
 
 
 def arrays(type_: str) -> list[tuple[int, int]]:
     """Lists a type's arrays: bytes without padding, and memory space (0: HBM, 1: VMEM)."""
     found = []
-    for name, width, shape, space in _ARRAY.findall(type_):
-        bits = (8 if name == "pred" else int(width)) * math.prod(shape_of(shape))
-        found.append((-(-bits // 8), int(space or 0)))
+    for width, shape, space in _ARRAY.findall(type_):  # a pred has no width, and 8 bits
+        found.append((-(-int(width or 8) * math.prod(shape_of(shape)) // 8), int(space or 0)))
     return found
 
 
@@ -207,28 +214,8 @@ def shape_of(text: str) -> tuple[int, ...]:
     return tuple(map(int, filter(None, text.split(","))))
 
 
-def root_of(computation: Mapping[str, Operation]) -> Operation:
-    return next(operation for operation in computation.values() if operation.root)
-
-
-def _operation(root: str | None, name: str, type_: str, kind: str, rest: str) -> Operation:
-    operands = () if kind in ("parameter", "constant") else re.findall(r"%([\w.\-]+)", rest.split("), ", 1)[0])
-    return Operation(name, kind, type_, tuple(operands), rest, bool(root))
-
-
-def _constant(computation: Mapping[str, Operation], name: str) -> int | None:
-    """Returns the integer that a name stands for, through copies."""
-    operation = computation.get(name)
-    while operation is not None and operation.kind in ("copy", "bitcast", "convert"):
-        operation = computation.get(operation.operands[0])
-    found = re.match(r"(-?\d+)\)", operation.rest) if operation is not None and operation.kind == "constant" else None
-    return int(found[1]) if found else None
-
-
-def _branches(conditional: Operation) -> list[str]:
-    if found := re.search(r"branch_computations=\{([^}]*)\}", conditional.rest):
-        return re.findall(r"[\w.\-]+", found[1])
-    return [conditional.called(f"{side}_computation") for side in ("true", "false")]
+def root_of(computation: list[Operation]) -> Operation:
+    return next(operation for operation in computation if operation.root)
 
 
 def _groups(operation: Operation, count: int) -> np.ndarray | list[tuple[int, ...]]:
@@ -237,33 +224,28 @@ def _groups(operation: Operation, count: int) -> np.ndarray | list[tuple[int, ..
         groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1])]
         return groups or [tuple(range(count))]
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", operation.rest):
-        return _iota(found[3]).reshape(int(found[1]), int(found[2]))
+        return _ids(found[3]).reshape(int(found[1]), int(found[2]))
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", operation.rest):
-        shape = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        ids = np.arange(count) if not found[2] else _iota(found[2]) if found[2][0] == "[" else _numbers(found[2])
         # Of an axis, or of the part 'axis':(low)size: all places whose coordinate of stride `low` moves.
         used = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[3])
         parts: list[tuple[int, bool]] = []  # sizes of axes and their parts, and whether these are grouped
-        for axis, size in shape.items():
+        for axis, size in re.findall(r"'([^']+)'=(\d+)", found[1]):
             spans = [(int(low or 1), int(low or 1) * int(n or size)) for x, low, n in used if x == axis]
-            cuts = sorted({1, size} | {cut for span in spans for cut in span})
+            cuts = sorted({1, int(size)} | {cut for span in spans for cut in span})
             for low, high in itertools.pairwise(cuts):
                 parts.append((high // low, any(begin <= low < end for begin, end in spans)))
         order = sorted(range(len(parts)), key=lambda place: parts[place][1])
-        grid = ids.reshape([size for size, _ in parts]).transpose(order)
+        grid = _ids(found[2] or f"[{count}]").reshape([size for size, _ in parts]).transpose(order)
         return grid.reshape(-1, math.prod(size for size, grouped in parts if grouped))
     raise ValueError(f"{operation.name}: got no known form of replica groups: {operation.rest[:300]}")
 
 
-def _numbers(text: str) -> np.ndarray:
-    return np.array(re.findall(r"\d+", text), int)
-
-
-def _iota(text: str) -> np.ndarray:
-    """Reads "[4,2]T(1,0)": numbers in a shape, transposed."""
-    shape, _, order = text.partition("T")
-    grid = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
-    return grid.transpose(_numbers(order)) if order else grid
+def _ids(text: str) -> np.ndarray:
+    """Reads "[4,2]T(1,0)", numbers in a shape, transposed; or a list of numbers."""
+    shape, order = (list(map(int, re.findall(r"\d+", part))) for part in text.partition("T")[::2])
+    if not text.startswith("["):
+        return np.array(shape)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order or None)
 
 
 def _axes(groups: Any, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:

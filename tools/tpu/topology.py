@@ -38,6 +38,10 @@ class Chip:
     link: float
     devices: int = 1
 
+    def seconds(self, read: float = 0, operations: float = 0) -> float:
+        """Returns the least time of one device: the larger of bytes over bandwidth and operations over the peak."""
+        return max(read / (self.gigabytes * 1e9), operations / (self.teraflops * 1e12))
+
 
 CHIPS = {
     "v5e": Chip("v5e:1x1", 1.5, 819, TERAFLOPS["TPU v5 lite"], RING_GIGABYTES["TPU v5 lite"]),

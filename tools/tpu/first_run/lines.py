@@ -53,12 +53,7 @@ def within(name: str, error: float, most: float, **numbers: Any) -> Line:
 
 
 def time(name: str, seconds: float, predicted: float | None, more: str = "", **numbers: Any) -> Line:
-    """Makes the line of a time.
-
-    Args:
-        predicted: seconds, a floor such as `predict`'s; None is no prediction.
-        more: text behind the time.
-    """
+    """Makes the line of a time. `predicted` is a floor in seconds; `more` is text behind the time."""
     expected = "-" if predicted is None else f"{duration(predicted)}, {predicted / seconds:.0%} of the time"
     slow = predicted is not None and seconds > TOO_SLOW * predicted
     numbers |= {"seconds": seconds, "predicted_seconds": predicted}
@@ -74,14 +69,15 @@ def failed(name: str, error: str) -> Line:
     return Line(name, error, "no error", WRONG)
 
 
-def attempt(name: str, check: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+def attempt(name: str, check: Callable[[], Iterator[Line]], *, may_not_fit: bool = False) -> Iterator[Line]:
     """Yields a check's lines; an error of it becomes a line, so that the next check still runs."""
     try:
         yield from check()
     except Exception as error:
         traceback.print_exc()
-        text = next(iter(str(error).strip().splitlines()), "")
-        yield failed(name, f"{type(error).__name__}: {text[:200]}")
+        text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
+        full = may_not_fit and "RESOURCE_EXHAUSTED" in text
+        yield skipped(name, "does not fit the devices") if full else failed(name, text)
 
 
 def chip_of(device: Any) -> Chip | None:
@@ -93,16 +89,9 @@ def chip_of(device: Any) -> Chip | None:
 def predict(chip: Chip | None, *, read: float = 0, operations: float = 0, devices: int = 1) -> float | None:
     """Predicts the seconds of a program: the larger of its bytes and its operations over the devices' figures.
 
-    The prediction is a floor: collectives, small operations and waits take time too.
-
-    Args:
-        chip: None predicts nothing.
-        read: bytes to move between HBM and all devices together.
-        operations: of matrix products in bfloat16, on all devices together.
+    Both are of all devices together. It is a floor: collectives, small operations and waits take time too.
     """
-    if chip is None:
-        return None
-    return max(read / (chip.gigabytes * 1e9), operations / (chip.teraflops * 1e12)) / devices
+    return None if chip is None else chip.seconds(read, operations) / devices
 
 
 def duration(seconds: float) -> str:

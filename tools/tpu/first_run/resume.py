@@ -25,9 +25,7 @@ from eagle3_jax.runs.command import STOPPED
 from tpu.first_run import sizes
 from tpu.first_run.lines import OK, Line, attempt, right, skipped, time
 
-STEPS = 30
 SECONDS = 300  # for one run of the verb
-RUNS = ("whole", "stopped")
 FEATURES = "features of the verb extract"
 # Numbers that depend on the clock.
 _TIMES = re.compile(r"second|wait|teraflops|mfu|gibibytes")
@@ -45,36 +43,33 @@ def training(arguments: Any, folder: pathlib.Path) -> Iterator[Line]:
     if arguments.run_dir is None and processes.count() > 1:
         yield skipped(FEATURES, "needs --run-dir, a folder that all hosts see, such as gs://BUCKET/first-run")
         return
-    place = arguments.run_dir or str(folder / "training")
-    place = processes.agree(lambda: f"{place}/{clock.strftime('%Y%m%d-%H%M%S')}")
+    place = processes.agree(lambda: f"{arguments.run_dir or folder / 'training'}/{clock.strftime('%Y%m%d-%H%M%S')}")
     write = functools.partial(_features, arguments.target, place, config, small=arguments.small)
     yield from attempt(FEATURES, write)
 
 
 def _features(target: str, run_dir: str, path: pathlib.Path, *, small: bool) -> Iterator[Line]:
     """The target computes the states of its conversations while the head is trained: no states are kept."""
-    rows, length = jax.device_count(), 64 if small else 1024
-    steps = STEPS // 3 if small else STEPS
+    rows, length, steps = (jax.device_count(), 64, 10) if small else (jax.device_count(), 1024, 30)
     values = {
         "target": {"name": target},
         "draft": {"vocab_size": 128 if small else 8192},
         "mesh": {"data": 0, "model": 1},
         "extract": {"states": "none", "max_length": length, "batch_tokens": length},
         "train": {"features": "online", "ttt_steps": 2 if small else 7, "batch_size": rows, "row_length": length}
-        | {"loss_block": min(length, 512), "epochs": 1000, "max_steps": steps, "log_every": 1, "eval_every": steps}
-        | {"checkpoint_every": steps, "argmax_mask": False},
+        | {"loss_block": min(length, 512), "epochs": 1000, "log_every": 1, "argmax_mask": False}
+        | dict.fromkeys(("max_steps", "eval_every", "checkpoint_every"), steps),
     }
-    loaded = load_target(TargetConfig(name=target), only=())
-    for run in RUNS:
+    identity = load_target(TargetConfig(name=target), only=()).identity
+    for run in ("whole", "stopped"):
         config = run_file.from_dict(values | {"run_dir": f"{run_dir}/{run}"})
-        processes.agree(lambda config=config: _conversations(config, loaded.identity, rows))
+        processes.agree(lambda config=config: _conversations(config.folder("regenerate"), identity, rows))
         extract.extract(config)
     path.write_text(yaml.safe_dump(values | {"run_dir": run_dir}))
     yield Line(FEATURES, f"written, {rows} rows of {length} tokens a step", "-", OK)
 
 
-def _conversations(config: Any, identity: Any, rows: int) -> None:
-    folder = config.folder("regenerate")
+def _conversations(folder: disk.Path, identity: Any, rows: int) -> None:
     if manifest.begin(folder, {"target": identity}):
         return
     for split, count in (("train", 4 * rows), ("held_out", 2)):
@@ -82,8 +77,8 @@ def _conversations(config: Any, identity: Any, rows: int) -> None:
         for number in range(count):
             words = " ".join(f"{number * place % 97} and {place}" for place in range(40))
             messages = [{"role": "user", "content": f"Count {number}."}, {"role": "assistant", "content": words}]
-            line = {"id": f"{split}-{number}", "category": "chat", "messages": messages}
-            lines.append(json.dumps(line | {"truncated": False, "answer_ids": None}) + "\n")
+            line = {"id": f"{split}-{number}", "category": "chat", "truncated": False, "answer_ids": None}
+            lines.append(json.dumps(line | {"messages": messages}) + "\n")
         with disk.atomic(folder / f"{split}.jsonl") as temporary:
             temporary.write_text("".join(lines))
     manifest.finish(folder, files=["train.jsonl", "held_out.jsonl"])
@@ -95,21 +90,18 @@ def resumed(config: pathlib.Path) -> Iterator[Line]:
 
 
 def _resumed(config: pathlib.Path) -> Iterator[Line]:
-    run_dir, logs = yaml.safe_load(config.read_text())["run_dir"], config.parent
-    command = [sys.executable, "-m", "eagle3_jax.train", "--config", str(config), "--run-dir"]
-    status = _train([*command, f"{run_dir}/whole"], logs / "train-whole.log")
-    yield right("train: exit status", status, 0)
-    before = metrics(f"{run_dir}/whole")
+    run_dir = yaml.safe_load(config.read_text())["run_dir"]
+    whole, stopped = f"{run_dir}/whole", f"{run_dir}/stopped"
+    yield right("train: exit status", _train(config, whole, "whole"), 0)
+    before = metrics(whole)
     later = [line for line in before if line["kind"] == "train" and line["step"] > 2]
     wait = statistics.median(line["data_wait"] for line in later)
     step = statistics.median(line["tokens"] / line["tokens_per_second"] for line in later)
     yield time("train: a step, logged", step, None, f", {wait:.1%} of it waiting for data", data_wait=wait)
-    stopped = [*command, f"{run_dir}/stopped"]
-    status = _train(stopped, logs / "train-stopped.log", stop=f"{run_dir}/stopped")
-    yield right("train: exit status after SIGTERM", status, STOPPED)
-    reached = max(line["step"] for line in metrics(f"{run_dir}/stopped"))
-    yield right("train: exit status, started again", _train(stopped, logs / "train-again.log"), 0)
-    yield same(before, metrics(f"{run_dir}/stopped"), reached)
+    yield right("train: exit status after SIGTERM", _train(config, stopped, "stopped", stop=True), STOPPED)
+    reached = max(line["step"] for line in metrics(stopped))
+    yield right("train: exit status, started again", _train(config, stopped, "again"), 0)
+    yield same(before, metrics(stopped), reached)
 
 
 def metrics(run_dir: str) -> list[dict[str, Any]]:
@@ -137,15 +129,16 @@ def same(expected: Sequence[dict[str, Any]], got: Sequence[dict[str, Any]], stop
     return right("train: the run that was stopped", text, f"the same {len(expected)} lines", ok=ok)
 
 
-def _train(command: Sequence[str], log: pathlib.Path, stop: str | None = None) -> int:
-    """Runs the verb to its end, or sends SIGTERM behind the first step of the run `stop`; returns its exit status."""
-    with open(log, "w") as file:
+def _train(config: pathlib.Path, run_dir: str, log: str, *, stop: bool = False) -> int:
+    """Runs the verb to its end, or sends SIGTERM behind its first step; returns its exit status."""
+    command = [sys.executable, "-m", "eagle3_jax.train", "--config", str(config), "--run-dir", run_dir]
+    with open(config.parent / f"train-{log}.log", "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    until, waiting = clock.monotonic() + SECONDS, stop is not None
+    until = clock.monotonic() + SECONDS
     while process.poll() is None:
-        if waiting and metrics(str(stop)):
+        if stop and metrics(run_dir):
             process.send_signal(signal.SIGTERM)
-            waiting = False
+            stop = False
         if clock.monotonic() > until:
             process.kill()
         clock.sleep(0.02)

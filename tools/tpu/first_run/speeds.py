@@ -1,8 +1,12 @@
-"""Times of products of few rows, collectives, and the host's transfers and dispatches; what they return is checked."""
+"""Versions, chips and memory; times of products of few rows, collectives, and the host's transfers and dispatches.
+
+What is timed is checked too.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 
 from eagle3_jax.config import MeshConfig
@@ -17,11 +22,39 @@ from eagle3_jax.decoding.device.report import of_decode
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, put, replicated
 from eagle3_jax.models.inference_layout import Product
-from eagle3_jax.runs import timing
-from tpu.first_run.lines import Line, attempt, chip_of, predict, right, skipped, time
+from eagle3_jax.runs import machine, processes, timing
+from tpu.first_run.lines import OK, Line, attempt, chip_of, predict, right, skipped, time
 
+# Shares of a chip's HBM: what the runtime gives to programs at least, and what may be in use before anything ran.
+LEAST_LIMIT, MOST_USED = 0.85, 0.05
 TIMES = 16  # collectives in one program
 ARGUMENTS = 400  # as many leaves as an 8B target, its head and its caches have
+
+
+def device(*_: Any) -> Iterator[Line]:
+    versions = machine.versions() | {"libtpu": "none"}
+    versions |= {x.name: x.version for x in importlib.metadata.distributions(name="libtpu")}
+    for name in ("python", "jax", "jaxlib", "libtpu", "eagle3_jax"):
+        yield Line(name, versions[name], "-", OK)
+    chips = jax.local_devices()
+    platform = "tpu" if machine.has_tpu() else chips[0].platform
+    yield right("platform", chips[0].platform, platform, versions=versions, device_kind=chips[0].device_kind)
+    each = jax.device_count() // jax.process_count()
+    yield right("chips of this host", len(chips), each, processes=processes.count(), devices=jax.device_count())
+    for chip in chips:
+        yield memory(chip)
+
+
+def memory(chip: jax.Device) -> Line:
+    """Makes the line of a device's memory, against the HBM that programs are planned for."""
+    name, stats = f"{chip.device_kind} {chip.id}, at {getattr(chip, 'coords', None)}", chip.memory_stats()
+    if not stats or chip.platform != "tpu":
+        return skipped(name, "does not tell its memory")
+    hbm, limit, used = pltpu.get_tpu_info().hbm_capacity_bytes, stats["bytes_limit"], stats["bytes_in_use"]
+    ok = LEAST_LIMIT * hbm <= limit <= hbm and used <= MOST_USED * hbm
+    got = f"{limit / 2**30:.2f} GiB, {used / 2**30:.2f} in use"
+    expected = f"{LEAST_LIMIT * hbm / 2**30:.1f} to {hbm / 2**30:.1f} GiB, at most {MOST_USED:.0%} in use"
+    return right(name, got, expected, ok=ok, limit=limit, in_use=used, hbm=hbm)
 
 
 def speeds(arguments: Any, *_: Any) -> Iterator[Line]:
@@ -40,17 +73,11 @@ def _products(*, small: bool) -> Iterator[Line]:
     shape = (256, 512) if small else (4096, 14336)
     keys = jax.random.split(jax.random.key(0), few_rows.SAMPLE)
     matrices = [0.02 * jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
-    chip = chip_of(matrices[0].device)
-    works = [functools.partial(_multiply, matrices, rows) for rows in few_rows.COUNTS]
+    product, size = Product(shape, vocabulary=False), shape[0] * shape[1]
+    works = [lambda n=rows: product.times(matrices, n).block_until_ready() for rows in few_rows.COUNTS]
     for rows, seconds in zip(few_rows.COUNTS, timing.in_turns(works, lambda: None), strict=True):
-        size = shape[0] * shape[1]
-        predicted = predict(chip, read=2 * size, operations=2 * rows * size)
-        name = f"product of {rows} rows, {' x '.join(map(str, shape))}"
-        yield time(name, seconds / len(matrices), predicted, rows=rows)
-
-
-def _multiply(matrices: list[jax.Array], rows: int) -> None:
-    Product(matrices[0].shape, vocabulary=False).times(matrices, rows).block_until_ready()
+        predicted = predict(chip_of(matrices[0].device), read=2 * size, operations=2 * rows * size)
+        yield time(f"product of {rows} rows, {shape[0]} x {shape[1]}", seconds / len(matrices), predicted, rows=rows)
 
 
 def _collectives(axis: str, mesh: Mesh, elements: int) -> Iterator[Line]:
@@ -67,36 +94,32 @@ def _collectives(axis: str, mesh: Mesh, elements: int) -> Iterator[Line]:
         whole = jax.lax.optimization_barrier(jax.lax.all_gather(x, axis, tiled=True))
         return jax.lax.dynamic_slice(whole, ((jax.lax.axis_index(axis) + 1) % size * len(x),), (len(x),))
 
+    def several(kind: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, TIMES, lambda _, x: kind(x), x)
+
+    def program(function: Callable[[jax.Array], jax.Array]) -> Any:  # of `function` on each device's share
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False))
+
     # Of the bytes of an array, a ring moves this share through each link.
-    for kind, share, own in ((all_reduce, 2 * (size - 1) / size, elements), (all_gather, (size - 1) / size, None)):
-        numbers = functools.partial(_numbers, size, own or elements // size)
+    for kind, share, own in (
+        (all_reduce, 2 * (size - 1) / size, elements),
+        (all_gather, (size - 1) / size, elements // size),
+    ):
+        # Shares of `own` numbers lie side by side, all equal to the share's place.
+        numbers = functools.partial(jnp.repeat, jnp.arange(size, dtype=jnp.float32), own)
         start = jax.jit(numbers, out_shardings=NamedSharding(mesh, P(axis)))()
-        once = _over(mesh, axis, kind)(start)
+        once = program(kind)(start)
         found = [float(np.asarray(shard.data)[-1]) for shard in once.addressable_shards]
         places = {device: index for index, device in enumerate(mesh.devices.reshape(-1))}
         ranks = [places[shard.device] % size for shard in once.addressable_shards]
         expected = [(size - 1) / 2 if kind is all_reduce else float((rank + 1) % size) for rank in ranks]
         yield right(f"{kind.__name__} {name}", found, expected)
-        several = _over(mesh, axis, functools.partial(_several, kind))
-        seconds = timing.in_turns([lambda f=several, x=start: f(x).block_until_ready()], lambda: None)[0] / TIMES
-        rate = share * 4 * elements / seconds / 1e9
-        chip, numbers = chip_of(mesh.devices.flat[0]), {"gigabytes_per_second": rate}
-        predicted = None if chip is None else share * 4 * elements / (chip.link * 1e9)
-        yield time(f"{kind.__name__} {name}: time", seconds, predicted, f", {rate:.3g} GB/s", **numbers)
-
-
-def _several(kind: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    return jax.lax.fori_loop(0, TIMES, lambda _, x: kind(x), x)
-
-
-def _numbers(size: int, own: int) -> jax.Array:
-    """Makes shares of `own` numbers, all equal to the share's place."""
-    return jnp.repeat(jnp.arange(size, dtype=jnp.float32), own)
-
-
-def _over(mesh: Mesh, axis: str, function: Callable[[jax.Array], jax.Array]) -> Any:
-    """Makes a program of `function` on each device's share; shares of the axis lie side by side."""
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False))
+        run = program(functools.partial(several, kind))
+        seconds = timing.in_turns([lambda f=run, x=start: f(x).block_until_ready()], lambda: None)[0] / TIMES
+        chip, moved = chip_of(mesh.devices.flat[0]), share * 4 * elements
+        predicted, rate = None if chip is None else moved / (chip.link * 1e9), moved / seconds / 1e9
+        more = {"gigabytes_per_second": rate}
+        yield time(f"{kind.__name__} {name}: time", seconds, predicted, f", {rate:.3g} GB/s", **more)
 
 
 def _host() -> Iterator[Line]:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
@@ -21,9 +20,7 @@ from eagle3_jax.decoding.prompt import encode
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, packaged_head
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models.checkpoint.fetch import load_target
-from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
-from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.runs import processes
 from tpu.first_run import sizes
 from tpu.first_run.lines import OK, WRONG, Line, attempt
@@ -38,16 +35,8 @@ PROMPTS = {
     "    total = total * (1 + tax)\n    return total\n```",
     "chat": "Why is the sky blue? Answer in three sentences.",
 }
-TREES = {
-    "chain": DraftTree(num_steps=3, num_draft_tokens=4),
-    "tree": DraftTree(num_steps=5, topk=4, num_draft_tokens=16),
-    LOOKUP: DraftTree(num_steps=8, num_draft_tokens=9),
-}
-_SMALL_TREES = {
-    "chain": DraftTree(num_steps=2, num_draft_tokens=3),
-    "tree": DraftTree(num_steps=2, topk=2, num_draft_tokens=5),
-    LOOKUP: DraftTree(num_steps=3, num_draft_tokens=4),
-}
+# Steps, choices and nodes, and those at toy sizes.
+TREES = {"chain": ((3, 1, 4), (2, 1, 3)), "tree": ((5, 4, 16), (2, 2, 5)), LOOKUP: ((8, 1, 9), (3, 1, 4))}
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 # Tokens a round of the packaged head on these prompts, as CPUs count them in float32. A head that drafts worse on a
@@ -69,17 +58,17 @@ def tokens(arguments: Any, *_: Any) -> Iterator[Line]:
 
 
 def _real(dtype: Dtype, name: str, *, small: bool) -> Iterator[Line]:
-    """A real model on one device, with its packaged head."""
+    """A real model on one device, with its packaged head; without one, a head of random weights, always wrong."""
     target = load_target(TargetConfig(name=name, dtype=dtype))
     packaged = packaged_head(target) is not None
-    model, tokenizer, head, _ = load_models(
-        target,
-        AUTO if packaged else random_head(target.model),
-        **dict.fromkeys(("dtype", "weights", "mesh", "token_map")),
-    )
+    shape = DraftHeadConfig.for_target(DraftConfig(vocab_size=128), target.model.config)
+    alone = make_mesh(MeshConfig(data=1), jax.local_devices()[:1])
+    draft = AUTO if packaged else sizes.random_draft(shape, jnp.dtype(dtype), alone)
+    options = dict.fromkeys(("dtype", "weights", "mesh", "token_map"))
+    model, tokenizer, head, _ = load_models(target, draft, **options)
     prompts = {key: encode(tokenizer, text) for key, text in PROMPTS.items()}
     taus = TAU if packaged and not small else {}
-    yield from _compared(f"{dtype}, 1 device", model, tokenizer, head, prompts, taus, small=small)
+    yield from _compared(f"{dtype}, 1 device", (model, tokenizer, head), prompts, taus, small=small)
 
 
 def _split(dtype: Dtype, *, small: bool) -> Iterator[Line]:
@@ -91,45 +80,28 @@ def _split(dtype: Dtype, *, small: bool) -> Iterator[Line]:
     run = dataclasses.replace(run, shape=shape, config=config)
     rng = np.random.default_rng(0)
     prompts = {key: rng.integers(0, shape.vocab_size, 40).tolist() for key in PROMPTS}
-    name = f"{dtype}, {len(devices)} devices"
-    yield from _compared(name, run.target, sizes.NoTokenizer(), run.draft, prompts, {}, small=small)
+    models = run.target, sizes.NoTokenizer(), run.draft
+    yield from _compared(f"{dtype}, {len(devices)} devices", models, prompts, {}, small=small)
 
 
 def _compared(
-    where: str,
-    model: TargetModel,
-    tokenizer: Any,
-    head: Any,
-    prompts: Mapping[str, list[int]],
-    taus: Mapping[str, float],
-    *,
-    small: bool,
+    where: str, models: Any, prompts: Mapping[str, list[int]], taus: Mapping[str, float], *, small: bool
 ) -> Iterator[Line]:
+    model, tokenizer, head = models
     size = {"batch_size": len(prompts), "max_length": MAX_LENGTH, "prefix_cache": False}
     params = SamplingParams(max_tokens=MAX_TOKENS // 4 if small else MAX_TOKENS)
     asked = [{"id": key, "category": "all", "prompt": ids} for key, ids in prompts.items()]
     vanilla, judge = Engine(model, tokenizer, None, **size), functools.partial(near_tie, model)
-    for draft, tree in (_SMALL_TREES if small else TREES).items():
+    for draft, trees in TREES.items():
+        steps, topk, nodes = trees[small]
+        tree = DraftTree(num_steps=steps, topk=topk, num_draft_tokens=nodes)
         engine = Engine(model, tokenizer, LOOKUP if draft == LOOKUP else head, tree, **size)
         tallies = compare(vanilla, engine, asked, params, len(prompts), judge, progress=False)
         yield judged(f"{where}, {draft}", total(list(tallies.values())), taus.get(draft))
 
 
-def random_head(target: TargetModel) -> Draft:
-    """Makes a head of random weights, for a target without a packaged one: its drafts are wrong, the tokens right."""
-    config = target.config
-    shape = DraftHeadConfig.for_target(DraftConfig(vocab_size=min(config.vocab_size, 1024)), config)
-    dtype = target.embed[...].dtype
-    head = sizes.random(lambda: DraftHead(shape, dtype=dtype, rngs=nnx.Rngs(0)))
-    return Draft(head, jnp.arange(shape.draft_vocab_size, dtype=jnp.int32))
-
-
 def judged(name: str, tally: Tally, tau: float | None) -> Line:
-    """Makes the line of answers that must be vanilla decoding's, up to near-ties.
-
-    Args:
-        tau: expected tokens a round; None expects none.
-    """
+    """Makes the line of answers that must be vanilla decoding's, up to near-ties, in `tau` tokens a round."""
     report = tally.report(exact=True)
     ties, mismatches = report["ties"], report["mismatches"]
     got = f"{report['identical']} of {report['prompts']}, {len(ties)} near-ties, tau {report['tau']:.2f}"
