@@ -285,6 +285,11 @@ class Request:
         return len(self.ids) - self.read + self.limit - len(self._token_ids)
 
     @property
+    def length(self) -> int:
+        """Number of `tokens`."""
+        return len(self.ids) + len(self._token_ids)
+
+    @property
     def tokens(self) -> list[int]:
         """Token ids of the prompt and the answer so far."""
         return self.ids + self._token_ids

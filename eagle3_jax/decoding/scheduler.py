@@ -348,7 +348,10 @@ class Scheduler:
         behind = [slot for slot, request in running.items() if request.acceptance.resting]
         seen = [request.acceptance for request in requests]
         drafts = any(request.drafts for request in requests)
-        tier = self._choice.choose(seen, greedy=greedy, behind=bool(behind), rounds=rounds, width=width, drafts=drafts)
+        length = sum(request.length for request in requests) / len(requests)
+        tier = self._choice.choose(
+            seen, greedy=greedy, behind=bool(behind), rounds=rounds, width=width, length=length, drafts=drafts
+        )
         if tier.head and behind:
             for slot in behind:
                 self._runner.run(calls.catch_up(self._runner.sizes, self._cancelled, slot))

@@ -142,7 +142,7 @@ class WarmUp:
 
     def _costs(self, of: list[Tier], lend: Lender, *, greedy: bool, width: int) -> Costs:
         def measure() -> Costs:
-            for call in [*self._rounds(width, of), calls.rehearse(self._runner.sizes)]:
+            for call in [*self._rounds(width, of), calls.rehearse(self._runner.sizes.measured_length)]:
                 self._compile(call)
             with lend(self._stop_point) as give_way:
                 return costs.round_costs(self._runner, of, greedy=greedy, width=width, give_way=give_way)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from eagle3_jax.decoding.device import calls, shapes
 from eagle3_jax.decoding.device.runner import ModelRunner
@@ -24,10 +25,19 @@ _measuring = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds. Attributes: rounds: a round of each tier, by name. waking: a rested head reads the tokens it missed."""
+    """Seconds that rounds take.
+
+    Attributes:
+        rounds: a round of each tier, by name, where sequences are `Sizes.measured_length` tokens long.
+        waking: a rested head reads the tokens that it missed.
+        growth: what a token more in every sequence adds to a round, by name; a missing one adds nothing.
+        length: the tokens of `rounds`.
+    """
 
     rounds: dict[str, float]
     waking: float
+    growth: dict[str, float] = dataclasses.field(default_factory=dict)
+    length: int = 0
 
 
 def key(runner: ModelRunner, of: Sequence[Tier], greedy: bool, width: int) -> dict[str, Any]:
@@ -43,6 +53,7 @@ def key(runner: ModelRunner, of: Sequence[Tier], greedy: bool, width: int) -> di
         "kv_dtype": str(runner.kv_dtype),
         "mesh": repr(runner.mesh),
         "tiers": [repr(tier) for tier in of],
+        "lengths": runner.sizes.measured_lengths,
         "greedy": greedy,
         "width": width,
     }
@@ -63,9 +74,9 @@ def round_costs(
     dispatch, may change the state.
     """
 
-    def prepare() -> None:
+    def prepare(length: int) -> None:
         give_way()
-        runner.finish(calls.rehearse(sizes))
+        runner.finish(calls.rehearse(length))
 
     def work(tier: Tier, rounds: int) -> None:
         runner.finish(calls.decode(sizes, (), range(width), rounds, width, width=width, tier=tier, greedy=greedy))
@@ -79,14 +90,24 @@ def round_costs(
     counts = [1 if tier.copies_alone else shapes.ROUNDS for tier in tiers]
     works = [functools.partial(work, tier, count) for tier, count in zip(tiers, counts, strict=True)]
     works += [functools.partial(work, tiers[0], 1)] + [wake] * runner.rests
-    seconds = timing.in_turns(works, prepare)
+
+    def rounds_of(seconds: Sequence[float]) -> list[float]:
+        vanilla, single = seconds[0] / counts[0], seconds[len(tiers)]
+        return [
+            vanilla + max(0.0, taken - single) if tier.copies_alone else taken / count
+            for tier, count, taken in zip(tiers, counts, seconds, strict=False)
+        ]
+
+    lengths, names = sizes.measured_lengths, [tier.name for tier in tiers]
+    seconds = timing.in_turns(works, functools.partial(prepare, lengths[0]))
+    rounds = [rounds_of(seconds)]
+    for length in lengths[1:]:
+        rounds.append(rounds_of(timing.in_turns(works[: len(tiers) + 1], functools.partial(prepare, length), turns=3)))
     runner.reset()
-    vanilla, single = seconds[0] / counts[0], seconds[len(tiers)]
-    rounds = {
-        tier.name: vanilla + max(0.0, taken - single) if tier.copies_alone else taken / count
-        for tier, count, taken in zip(tiers, counts, seconds, strict=False)
-    }
-    return Costs(rounds, seconds[-1] if runner.rests else 0.0)
+    slopes = np.polyfit(lengths, rounds, 1)[0] if len(lengths) > 1 else np.zeros(len(tiers))
+    growth = dict(zip(names, np.maximum(slopes, 0.0).tolist(), strict=True))
+    waking = seconds[-1] if runner.rests else 0.0
+    return Costs(dict(zip(names, rounds[0], strict=True)), waking, growth, lengths[0])
 
 
 def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: Callable[[], Costs]) -> Costs:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from eagle3_jax.decoding.rounds.unread import ROOM
 from eagle3_jax.decoding.tier import Tier
@@ -28,6 +29,17 @@ _PRIOR_DRAFTS = 3
 _HYSTERESIS = 0.02
 # Rounds over which the price of waking a resting head is spread.
 _AHEAD = 64
+
+
+class Price(NamedTuple):
+    """Seconds of a round with drafts: of sequences with `length` tokens, and for each token more."""
+
+    seconds: float
+    growth: float = 0.0
+    length: int = 0
+
+    def at(self, length: float) -> float:
+        return self.seconds + self.growth * max(length - self.length, 0.0)
 
 
 @dataclasses.dataclass
@@ -65,12 +77,12 @@ class TierPolicy:
     """Chooses tiers, and learns from accepted drafts. The first tier is vanilla decoding.
 
     Args:
-        costs: width -> tier -> seconds of a round with drafts, for the tiers in use there; vanilla decoding always.
+        costs: width -> tier -> price of a round with drafts, for the tiers in use there; vanilla decoding always.
         waking: width -> seconds that a rested head needs to read the tokens it missed.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], costs: Mapping[int, Mapping[int, float]], waking: Mapping[int, float]
+        self, tiers: Sequence[Tier], costs: Mapping[int, Mapping[int, Price]], waking: Mapping[int, float]
     ) -> None:
         self.tiers, self.costs, self.waking = list(tiers), costs, waking
         self.current = 0
@@ -83,7 +95,7 @@ class TierPolicy:
         self._dispatches = 0
         self._budget: float | None = None  # set at the first dispatch, whose width it depends on
 
-    def price(self, costs: Mapping[int, Mapping[int, float]], waking: Mapping[int, float]) -> None:
+    def price(self, costs: Mapping[int, Mapping[int, Price]], waking: Mapping[int, float]) -> None:
         """Sets the costs of some widths, from any thread; what was learned stays."""
         self.waking = {**self.waking, **waking}
         self.costs = {**self.costs, **costs}  # last: a width with costs is taken
@@ -101,30 +113,38 @@ class TierPolicy:
         return (self._accepted[tier] + prior * quality) / (self._rounds[tier] + _PRIOR_ROUNDS)
 
     def choose(
-        self, requests: Sequence[Acceptance], *, behind: bool, rounds: int, width: int, retired: Collection[str] = ()
+        self,
+        requests: Sequence[Acceptance],
+        *,
+        behind: bool,
+        rounds: int,
+        width: int,
+        length: float = 0.0,
+        retired: Collection[str] = (),
     ) -> int:
         """Chooses the tier of the next dispatch, of so many rounds in `width` rows.
 
         Args:
             behind: whether the head has not read all tokens of the requests.
+            length: mean number of tokens of the requests, with their prompts.
             retired: sources whose tiers are not taken.
         """
         self._dispatches += 1
-        known = self.costs[width]
+        known = self._known(width, length)
         rates = {
-            i: _AHEAD * self._tokens(i, requests) / self._seconds(i, behind=behind, rounds=_AHEAD, width=width)
+            i: _AHEAD * self._tokens(i, requests) / self._seconds(i, known, behind=behind, rounds=_AHEAD, width=width)
             for i in known
             if self.tiers[i].source not in retired
         }
         best = max(rates, key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
         budget = _LENT * known[0] if self._budget is None else self._budget
         dearest = rounds * max(known.values()) + self.waking[width]  # the budget holds one try of the dearest tier
-        budget = min(budget + EXPLORED * rounds * self.cost(best, width), max(budget, dearest))
+        budget = min(budget + EXPLORED * rounds * self._cost(best, known), max(budget, dearest))
         self.current = best
         other = self._to_try(requests, rates, best, known)
         if other is not None:
             # Extra time compared with the best tier, for the same number of tokens.
-            wasted = self._seconds(other, behind=behind, rounds=rounds, width=width)
+            wasted = self._seconds(other, known, behind=behind, rounds=rounds, width=width)
             wasted -= self._tokens(other, requests) * rounds / (rates[best] or 1)
             if wasted <= budget:
                 budget -= max(wasted, 0)
@@ -135,10 +155,9 @@ class TierPolicy:
         self._tried[best] = self._dispatches
         return best
 
-    def cost(self, tier: int, width: int) -> float:
+    def cost(self, tier: int, width: int, length: float = 0.0) -> float:
         """Returns the expected seconds of a round, with drafts or without."""
-        share = self._drafted[tier] / self._asked[tier]
-        return share * self.costs[width][tier] + (1 - share) * self.costs[width][0]
+        return self._cost(tier, self._known(width, length))
 
     def learn(self, tier: int, seen: Sequence[tuple[Acceptance, int, int]], drafted: int) -> None:
         """Learns from a dispatch, see `TierChoice.learn`."""
@@ -158,14 +177,22 @@ class TierPolicy:
             for counts, value in ((request.accepted, accepted), (request.expected, rounds * mean)):
                 counts[taken.source] = counts.get(taken.source, 0.0) + value
 
+    def _known(self, width: int, length: float) -> dict[int, float]:
+        """Returns seconds of a round with drafts, by tier."""
+        return {tier: price.at(length) for tier, price in self.costs[width].items()}
+
+    def _cost(self, tier: int, known: Mapping[int, float]) -> float:
+        share = self._drafted[tier] / self._asked[tier]
+        return share * known[tier] + (1 - share) * known[0]
+
     def _tokens(self, tier: int, requests: Sequence[Acceptance]) -> float:
         """Estimates the tokens of a round."""
         taken, mean = self.tiers[tier], self.accepted(tier)
         return sum((1 + min(mean * request.factor(taken), taken.depth) for request in requests), 0.0)
 
-    def _seconds(self, tier: int, *, behind: bool, rounds: int, width: int) -> float:
+    def _seconds(self, tier: int, known: Mapping[int, float], *, behind: bool, rounds: int, width: int) -> float:
         waking = self.waking[width] if behind and self.tiers[tier].head else 0.0
-        return rounds * self.cost(tier, width) + waking
+        return rounds * self._cost(tier, known) + waking
 
     def _to_try(
         self, requests: Sequence[Acceptance], rates: Mapping[int, float], best: int, known: Mapping[int, float]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3_jax.decoding.choice.costs import Costs
-from eagle3_jax.decoding.choice.policy import Acceptance, TierPolicy
+from eagle3_jax.decoding.choice.policy import Acceptance, Price, TierPolicy
 from eagle3_jax.decoding.tier import VANILLA, Tier
 
 # Largest share of its drafts that a tier may need accepted to pay (2 of a chain of 3). A tier that needs more is not
@@ -17,6 +17,7 @@ _MOST = 2 / 3
 # Acceptance length below which a head is useless, and the rounds of single requests that show it.
 USELESS = 1.05
 _ROUNDS_TO_TELL = 256
+_MANY = 2**20  # tokens of a context whose attention takes all the time
 
 _log = logging.getLogger(__name__)
 
@@ -52,17 +53,31 @@ class TierChoice:
         There tiers without costs are not taken, and the default is at widths without costs.
         """
         rounds = {
-            width: {i: known.rounds[tier.name] for i, tier in enumerate(self.tiers) if tier.name in known.rounds}
+            width: {
+                i: Price(known.rounds[tier.name], known.growth.get(tier.name, 0.0), known.length)
+                for i, tier in enumerate(self.tiers)
+                if tier.name in known.rounds
+            }
             for width, known in costs.items()
         }
         waking = {width: known.waking for width, known in costs.items()}
         self._policies.setdefault(greedy, TierPolicy(self.tiers, {}, {})).price(rounds, waking)
 
     def useful(self, costs: Costs) -> Costs:
-        """Keeps the tiers worth choosing: with most drafts accepted they are faster than vanilla decoding."""
-        fastest, known = costs.rounds[self.tiers[0].name], costs.rounds
-        kept = {x.name for x in self.tiers if known.get(x.name, math.inf) <= fastest * (1 + _MOST * x.depth)}
-        return Costs({name: seconds for name, seconds in known.items() if name in kept}, costs.waking)
+        """Keeps the tiers worth choosing: with most drafts accepted they are faster than vanilla decoding.
+
+        A tier that is so beside a short context or a long one is kept.
+        """
+
+        def pays(tier: Tier, tokens: int) -> bool:
+            fastest, seconds = (
+                known[name] + costs.growth.get(name, 0.0) * tokens for name in (self.tiers[0].name, tier.name)
+            )
+            return seconds <= fastest * (1 + _MOST * tier.depth)
+
+        known = costs.rounds
+        kept = {x.name for x in self.tiers if x.name in known and any(pays(x, tokens) for tokens in (0, _MANY))}
+        return dataclasses.replace(costs, rounds={name: seconds for name, seconds in known.items() if name in kept})
 
     def choose(
         self, requests: Sequence[Acceptance], *, greedy: bool, width: int, drafts: bool = True, **asked: Any

@@ -104,9 +104,9 @@ def copy_state(sizes: Sizes, source: int = 0, target: int = 0) -> Call:
     return Call("copy_state", {}, Packed.of(np.int32(source), np.int32(target)))
 
 
-def rehearse(sizes: Sizes) -> Call:
-    """Makes all slots busy, with sequences of `Sizes.measured_length` meaningless tokens; for measurements only."""
-    return Call("rehearse", {}, Packed.of(np.int32(sizes.measured_length)))
+def rehearse(length: int) -> Call:
+    """Makes all slots busy, with sequences of so many meaningless tokens; for measurements only."""
+    return Call("rehearse", {}, Packed.of(np.int32(length)))
 
 
 def _rows(

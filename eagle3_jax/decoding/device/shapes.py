@@ -82,6 +82,12 @@ class Sizes:
         return min(self.max_length // 2, MEASURED_LENGTH)
 
     @property
+    def measured_lengths(self) -> list[int]:
+        """Numbers of such tokens that tell how costs grow with the context: short, middle, long."""
+        short, long = self.measured_length, self.max_length * 7 // 8
+        return [short, (short + long) // 2, long] if long > 2 * short else [short]
+
+    @property
     def columns(self) -> int:
         """Columns of a chunk's page table: a prompt's last stretch is padded beyond its pages."""
         return self.pages_per_sequence + -(-max(length for _, length in self.prefill_shapes) // self.page_size)

@@ -78,7 +78,7 @@ def measure(runner: ModelRunner, tier: Tier) -> Round:
         runner.finish(calls.decode(sizes, (), range(batch), count, batch, width=batch, tier=tier))
 
     def rehearse() -> None:
-        runner.finish(calls.rehearse(sizes))
+        runner.finish(calls.rehearse(sizes.measured_length))
 
     vanilla, most, sizes, batch = runner.tiers[0], shapes.ROUNDS, runner.sizes, runner.sizes.batch
     works = [functools.partial(dispatch, kind, count) for kind in (tier, vanilla) for count in (1, most)]

@@ -189,7 +189,7 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
     engine.warm_up(tmp_path, progress=False)
     assert engine.generate([early], SamplingParams(max_tokens=9))[0].stats.cached_tokens == 0, "measuring wrote to them"
     priced = engine.tiers._policies[True].costs
-    assert set(priced) == {1, 4} and all(seconds > 0 for known in priced.values() for seconds in known.values())
+    assert set(priced) == {1, 4} and all(price.seconds > 0 for known in priced.values() for price in known.values())
     assert len(list(tmp_path.glob("round_costs_*.json"))) == 4
     compiled = engine.stats().programs
     assert compiled <= 5 + 2 * (1 + len(FEW)) + 4, "of prompts and notes, of rounds, and what an early request compiled"
@@ -260,18 +260,25 @@ def test_simulated_acceptance_is_the_rate_and_no_ordinary_use(toy, caplog):
 @pytest.mark.slow
 def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatch):
     """Only in the first round of a dispatch: four of them would be three vanilla rounds in disguise."""
-    asked = []
+    asked, lengths = [], []
 
     def run(call):
-        asked.append((call.form["tier"].name, int(call.sent.arguments()[2])))
+        if call.name == "rehearse":
+            lengths.append(int(call.sent.arguments()[0]))
+        else:
+            asked.append((call.form["tier"].name, int(call.sent.arguments()[2])))
 
-    def timed(works, prepare):
+    def timed(works, prepare, turns=None):
+        prepare()
         for work in works[:4]:
             work()
-        return [8.0, 5.0, 12.0, 2.5, 1.0]
+        more = 0.04 * (lengths[-1] - 64)
+        return [8.0 + more, 5.0 + more, 12.0 + 2 * more, 2.5 + more, 1.0]
 
     monkeypatch.setattr(engine.own_runner, "run", run)
+    monkeypatch.setattr(type(engine.own_runner.sizes), "measured_lengths", property(lambda _: [64, 96, 128]))
     monkeypatch.setattr(costs.timing, "in_turns", timed)
     measured = costs.round_costs(engine.own_runner, [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], greedy=True, width=2)
-    assert asked == [("vanilla", 4), ("lookup 8", 1), ("chain 3", 4), ("vanilla", 1)]
-    assert measured == Costs({"vanilla": 2.0, "lookup 8": 2.0 + 5.0 - 2.5, "chain 3": 3.0}, 1.0)
+    assert asked[:4] == [("vanilla", 4), ("lookup 8", 1), ("chain 3", 4), ("vanilla", 1)] and lengths == [64, 96, 128]
+    assert measured.rounds == {"vanilla": 2.0, "lookup 8": 2.0 + 5.0 - 2.5, "chain 3": 3.0} and measured.waking == 1.0
+    assert measured.growth == pytest.approx({"vanilla": 0.01, "lookup 8": 0.01, "chain 3": 0.02})
