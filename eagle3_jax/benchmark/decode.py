@@ -84,7 +84,6 @@ def run(
 
     def measure(what: Material) -> None:
         identity = what.identity | {"compare": compare}
-        processes.agree(lambda: disk.make_folder(folder))
         batches = []
         for batch in settings.batch_sizes:
             command.stop_point()

@@ -63,7 +63,6 @@ def run(
         raise ValueError(f"--compare: got the name {min(taken)}, expected another: it is one of this package's own")
     prompts = sources.spread(sources.read_file(prompts_path)[0], None)
     folder = config.folder("benchmark")
-    disk.make_folder(folder)
     identity = {
         "traffic": run_file.to_dict(config.traffic),
         "seed": config.seed,

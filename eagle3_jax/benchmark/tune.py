@@ -208,7 +208,6 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _write(folder: disk.Path, report: dict[str, Any], config: RunConfig) -> None:
-    disk.make_folder(folder)
     with disk.lock(folder / "tune.json"):
         disk.write_json(folder / "tune.json", report)
         with disk.atomic(folder / "tuned.yaml") as temporary:

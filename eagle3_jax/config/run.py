@@ -19,7 +19,7 @@ from eagle3_jax.config.serving import (
 )
 from eagle3_jax.config.training import TrainConfig
 from eagle3_jax.runs import disk
-from eagle3_jax.runs.bucket import clients
+from eagle3_jax.runs.bucket.clients import SCHEME
 
 # verb -> its output folder inside run_dir; one verb's output is the next one's input.
 FOLDERS = {
@@ -63,7 +63,7 @@ class RunConfig:
     card: CardConfig = CardConfig()
 
     def __post_init__(self) -> None:
-        known = "://" not in self.run_dir or clients.is_address(self.run_dir)
+        known = "://" not in self.run_dir.removeprefix(SCHEME)
         require(known, "run_dir", self.run_dir, "a folder, or a bucket's gs://BUCKET/FOLDER")
 
     @property

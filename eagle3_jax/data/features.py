@@ -221,9 +221,9 @@ class FeatureSource:
 
 
 def _open(path: disk.Path) -> Any:
-    if disk.is_remote(path):
-        return shard_ranges.RangedShard(lambda start, stop: disk.read_range(path, start, stop), disk.size(path))
-    return array_record.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
+    if local := disk.system_path(path):
+        return array_record.ArrayRecordReader(str(local), "readahead_buffer_size:0,max_parallelism:0")
+    return shard_ranges.RangedShard(lambda start, stop: disk.read_range(path, start, stop), disk.size(path))
 
 
 def _read_sidecar(path: disk.Path) -> dict[str, Any]:

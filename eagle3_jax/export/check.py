@@ -133,7 +133,6 @@ def run(
         "versions": machine.versions(),
     }
     folder = config.run_folder / "check"
-    disk.make_folder(folder)
     disk.write_json(folder / f"{engine}{'' if expect is None else '-compared'}.json", report)
     if problems and request["dtype"] == EXACT:
         raise CheckError(f"{draft}: not what the files promise:\n  " + "\n  ".join(problems))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from typing import Any
 
 import huggingface_hub
@@ -83,9 +84,10 @@ def _card(
         ManifestError: the report lacks the results of a stage that the card describes.
     """
     name, identity = report["target"]["name"], exported["identity"]
-    on_hub = "/" in name and not disk.is_remote(name) and not pathlib.Path(name).exists()
+    hub = split_revision(name)[0]
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", hub) and not pathlib.Path(name).exists()
     form, kind = identity.get("converted_to") or identity["export"]["format"], kinds.of_folder(folder)
-    base, block = split_revision(name)[0] if on_hub else None, kind.block(folder)
+    base, block = hub if on_hub else None, kind.block(folder)
     data = huggingface_hub.ModelCardData(
         base_model=base,
         library_name="eagle3_jax",

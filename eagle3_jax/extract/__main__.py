@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,10 +29,10 @@ from eagle3_jax.extract import mixing, pipeline
 from eagle3_jax.extract.hidden_states import choose_lengths
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models import mesh_advice
-from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, keep_programs_in_bucket, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.inference_layout import for_many_rows
-from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
+from eagle3_jax.runs import command, command_line, disk, manifest, processes
 from eagle3_jax.training.kinds.kind import kind_of
 
 REJECTS = "rejects.jsonl"
@@ -126,8 +127,8 @@ class _Extraction:
         there = sum(disk.each(disk.size, shards))
         need = max(0, sum(lengths) * each * whole // max(text, 1) - there)
         sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token)"
-        free = disk.free_bytes(self._folder)
-        if free is not None:
+        if place := disk.system_path(self._folder):  # a bucket has no limit
+            free = shutil.disk_usage(place).free
             sizes += f", {free / 2**30:.1f} GiB are free"
             if need > free:
                 raise ValueError(f"{self._folder}: needs about {sizes}; free some space, or choose another run_dir")
@@ -138,7 +139,6 @@ class _Extraction:
         """Computes this replica's missing shards of a split. Returns the tokens a second that this process wrote."""
         config, replica = self._config.extract, self._replica
         source, folder = self._conversations / f"{split}.jsonl", self._folder / split
-        disk.make_folder(folder)
         with disk.open_binary(source) as stream:
             total = sum(1 for _ in self._select(stream))
         shards = max(1, -(-total // config.shard_records))
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb from its command line."""
     config, _ = command_line.read("extract", argv)
     with command.run("extract"):
-        machine.keep_programs_in_bucket(config.run_dir)
+        keep_programs_in_bucket(config.run_dir)
         extract(config)
 
 

@@ -118,9 +118,8 @@ def _identity(config: RunConfig) -> dict[str, Any]:
 
 def _remove_work(folder: disk.Path) -> None:
     """Removes the logs, with the personal data that the target invented in self-prompting, and Beam's files."""
-    for path in (*folder.glob("self_*.jsonl"), *folder.glob(FINDINGS)):
-        disk.remove_log(path)
-    disk.remove_folder(folder / WORK)
+    for path in (*folder.glob("self_*.jsonl"), *folder.glob(FINDINGS), folder / WORK):
+        disk.remove(path)
 
 
 if __name__ == "__main__":

@@ -65,10 +65,8 @@ class _Job:
     blocks: int
 
     def work(self, kind: str, number: int) -> disk.Path:
-        """Returns the path of a block's file, in a folder that exists; it goes when all is done."""
-        folder = disk.path_of(self.folder) / WORK / kind
-        disk.make_folder(folder)
-        return folder / f"{number:05d}"
+        """Returns the path of a block's file; it goes when all is done."""
+        return disk.path_of(self.folder) / WORK / kind / f"{number:05d}"
 
     def shard(self, name: str, number: int) -> str:
         """Names a block's share of an output file."""
@@ -120,7 +118,6 @@ def plan(config: RunConfig, written: Written, work: disk.Path) -> list[Block]:
             records = reading.read(source, written.get(index, ()))
             while batch := list(itertools.islice(records, _RECORDS)):
                 copy = work / "copies" / f"{len(blocks):05d}.jsonl"
-                disk.make_folder(copy.parent)
                 with lines.written(copy) as add:
                     for record in batch:
                         is_reject = isinstance(record, sources.Reject)
@@ -134,7 +131,6 @@ def plan(config: RunConfig, written: Written, work: disk.Path) -> list[Block]:
                 if before is not None and part.first >= before:
                     break
                 blocks.append(Block(len(blocks), index, part, before))
-    disk.make_folder(work)
     disk.write_json(path, {"blocks": [dataclasses.asdict(block) for block in blocks]})
     return blocks
 
@@ -182,7 +178,7 @@ def _options(section: PrepareConfig) -> PipelineOptions:
 def _run(job: _Job, blocks: list[Block], build: Any) -> None:
     """Runs a pipeline to its end. Raises ValueError: what a worker noted, or the last line of Beam's error."""
     failures = disk.path_of(job.folder) / WORK / "failures"
-    disk.remove_folder(failures)
+    disk.remove(failures)
     reason, cause = "", None
     try:
         pipeline = beam.Pipeline(options=_options(job.section))

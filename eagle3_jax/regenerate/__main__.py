@@ -66,7 +66,7 @@ def regenerate(config: RunConfig) -> None:
             elif open_ends and replica is not None:
                 rate = _ask_engines(config, target, replica, folder)
             processes.agree(lambda: _finish(config, target.tokenizer, folder, rate))
-        processes.agree(lambda: list(map(disk.remove_log, _logs(folder))))
+        processes.agree(lambda: list(map(disk.remove, _logs(folder))))
 
 
 def _given(prepared: dict[str, Any]) -> dict[str, str]:

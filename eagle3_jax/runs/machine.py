@@ -13,8 +13,6 @@ import sys
 import threading
 from typing import Any
 
-from eagle3_jax.runs.bucket import clients
-
 # `device_kind` -> 1e12 dense bfloat16 operations a second of one JAX device. Sources: Google's page of each TPU version
 # (a TPU v7x chip is two devices), NVIDIA's data sheets.
 TERAFLOPS = {
@@ -101,19 +99,6 @@ def keep_programs(folder: str | pathlib.Path | None, *, small: bool = True) -> N
     compilation_cache.reset_cache()  # or programs still go where the first one went
     if small:
         settings.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def keep_programs_in_bucket(run_dir: str) -> None:
-    """Keeps a TPU host's programs beside its run in a bucket: a reclaimed host takes its disk along.
-
-    Does nothing elsewhere, or where the user chose a folder by JAX's own setting.
-    """
-    import jax
-
-    settings: Any = jax.config
-    # Programs of CPUs are of one kind of CPU. Those that take less than a second, JAX's limit, take as long to fetch.
-    if has_tpu() and clients.is_address(run_dir) and not settings.jax_compilation_cache_dir:
-        settings.update("jax_compilation_cache_dir", str(clients.path_of(run_dir) / "programs"))
 
 
 def release_freed() -> None:

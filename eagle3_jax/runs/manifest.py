@@ -61,7 +61,6 @@ def begin(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_d
         found = load(path)
         check_same(folder, found["identity"], identity, place)
         return bool(found.get("finished"))
-    disk.make_folder(folder)
     disk.write_sealed(path, {"format": FORMAT, "finished": False, "identity": identity, "versions": versions()})
     return False
 

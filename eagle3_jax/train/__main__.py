@@ -27,7 +27,7 @@ from eagle3_jax.formats import draft_models, files
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, put, replicated, shardings
 from eagle3_jax.models import fp8, mesh_advice
-from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, keep_programs_in_bucket, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.inference_layout import for_many_rows
@@ -104,8 +104,8 @@ def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
         warm = kind.warm(head, target)
         identity["warm_start"] = head if named else files.file_digests(head)
     other = "run_dir"
-    if not disk.is_remote(features):
-        other += f"; its features may be a link to these: ln -s {features.resolve()} RUN_DIR/features"
+    if local := disk.system_path(features):
+        other += f"; its features may be a link to these: ln -s {local.resolve()} RUN_DIR/features"
     with manifest.claim(folder, identity, place=other) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb from its command line."""
     config, _ = command_line.read("train", argv)
     with command.run("train"):
-        machine.keep_programs_in_bucket(config.run_dir)
+        keep_programs_in_bucket(config.run_dir)
         results = train(config)
         if results["held_out"]:
             accuracy = ", ".join(f"{x:.3f}" for x in results["held_out"]["accuracy"])

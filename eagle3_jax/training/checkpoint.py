@@ -32,15 +32,15 @@ class Checkpoints:
         keep: number of newest checkpoints that stay, beside the best one; files of a killed save are removed. None
             reads only, beside a training that may be saving.
 
-    Raises AddressError: a folder to write that Orbax could not read back, see `disk.check_name`.
+    Raises AddressError: a folder to write that Orbax could not read back, see `disk.check_address`.
     """
 
     def __init__(self, folder: str | disk.Path, keep: int | None = None) -> None:
-        self.folder = disk.absolute(folder)
+        self.folder = disk.system_path(folder) or disk.path_of(folder)
         policies = ocp.training.preservation_policies
         policy: Any = None
         if keep is not None:
-            disk.check_name("folder of checkpoints", self.folder)
+            disk.check_address("folder of checkpoints", self.folder, asks=False)
             best = policies.BestN(get_metric_fn=lambda x: x["tau"], n=1, keep_checkpoints_without_metrics=False)
             policy = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
         self._writing: int | None = None  # step whose checkpoint may be incomplete

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pathlib
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +15,7 @@ import numpy as np
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.runs import disk, processes
 
-_UPLOAD_SECONDS = 60
+_STORE_SECONDS = 60
 
 
 def _summary_writer() -> type[Any]:
@@ -80,31 +77,6 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-class _RemoteBoard:
-    """TensorBoard curves in a bucket: an event file, uploaded once a minute and at the end."""
-
-    def __init__(self, folder: str, purge_step: int) -> None:
-        self._folder, self._since = disk.path_of(folder), time.monotonic()
-        self._scratch = tempfile.TemporaryDirectory(prefix="eagle3_jax-")
-        self._writer = SummaryWriter(self._scratch.name, purge_step=purge_step)
-
-    def add_scalar(self, name: str, number: float, step: int) -> None:
-        self._writer.add_scalar(name, number, step)
-        if time.monotonic() - self._since > _UPLOAD_SECONDS:
-            self._writer.flush()
-            self._upload()
-
-    def close(self) -> None:
-        self._writer.close()
-        self._upload()
-
-    def _upload(self) -> None:
-        self._since = time.monotonic()
-        for file in pathlib.Path(self._scratch.name).iterdir():
-            with disk.atomic(self._folder / file.name) as temporary:
-                shutil.copy(file, temporary)
-
-
 class MetricWriter:
     """Appends to `metrics.jsonl` and to TensorBoard files in a folder; only process 0 writes. A context manager.
 
@@ -118,22 +90,23 @@ class MetricWriter:
         self._newest: dict[str, dict[str, Any]] = {}
         self._wandb, folder = None, disk.path_of(folder)
         if self._active and project is not None:  # begins the folder's run, or goes on with it
-            remote = disk.is_remote(folder)
-            whole = str(folder if remote else folder.resolve())
-            options = {"id": hashlib.sha256(whole.encode()).hexdigest()[:16], "dir": None if remote else whole}
+            place = disk.system_path(folder)
+            whole = str(place.resolve() if place else folder)
+            options = {"id": hashlib.sha256(whole.encode()).hexdigest()[:16], "dir": place and whole}
             self._wandb = import_wandb(project).init(
                 project=project, name=folder.parent.name, resume="allow", **options
             )
             self._wandb.define_metric("*", step_metric="step")
         if self._active:
             path = folder / "metrics.jsonl"
-            kept = [line for line in map(json.loads, disk.log_lines(path)) if line["step"] <= (done or 0)]
-            disk.rewrite_log(path, [json.dumps(line).encode() for line in kept])
+            with disk.open_log(path) as log:
+                kept = [line for line in map(json.loads, log) if line["step"] <= (done or 0)]
+            disk.rewrite_log(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
             for line in kept:
                 self._newest[line["kind"]] = {name: line[name] for name in line if name not in ("step", "kind")}
             self._lines = disk.Log(path)
-            board = _RemoteBoard if disk.is_remote(folder) else SummaryWriter
-            self._board = board(str(folder / "tensorboard"), purge_step=(done or 0) + 1)
+            curves, self._store_curves = disk.outbox(folder / "tensorboard")
+            self._board, self._stored = SummaryWriter(str(curves), purge_step=(done or 0) + 1), time.monotonic()
 
     def newest(self, kind: str) -> dict[str, Any]:
         """Returns the last values of this kind in `metrics.jsonl` at opening; empty if there are none."""
@@ -153,6 +126,10 @@ class MetricWriter:
             curves |= {f"{kind}/{name}{ending}": number for ending, number in numbers.items()}
         for name, number in curves.items():
             self._board.add_scalar(name, number, step)
+        if time.monotonic() - self._stored > _STORE_SECONDS:
+            self._stored = time.monotonic()
+            self._board.flush()
+            self._store_curves()
         if self._wandb is not None:
             self._wandb.log(curves | {"step": step})
 
@@ -163,6 +140,7 @@ class MetricWriter:
         if self._active:
             self._lines.close()
             self._board.close()
+            self._store_curves()
             if self._wandb is not None:
                 self._wandb.finish(exit_code=0 if kind is None else 1)
 

@@ -74,11 +74,12 @@ def test_where_xla_would_fill_the_log_programs_are_not_kept_unasked(untouched, t
 _PROGRAM = """
 import sys
 import jax
+from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.runs import machine
 machine.has_tpu = lambda: True
 found = []
 jax.monitoring.register_event_listener(lambda name, **_: found.append(name.rpartition("/")[2]))
-machine.keep_programs_in_bucket(sys.argv[1])
+fetch.keep_programs_in_bucket(sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a small program for a large one
 jax.jit(lambda x: x + 1)(1.0)
 print("cache_hits" in found)

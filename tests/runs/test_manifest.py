@@ -76,8 +76,7 @@ def test_a_log_forgets_a_torn_line_and_refuses_an_altered_one(tmp_path):
     with disk.Log(path) as log:
         log.append(3)
         log.write("0123abcd {")
-    assert len(disk.log_lines(path)) == 3
-    assert disk.read_log(path)[2] == 3
+    assert disk.read_log(path)[2:] == [3]
     path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
     with pytest.raises(disk.JsonError, match=r"partial, line 2: altered"):
         disk.read_log(path)

@@ -13,6 +13,8 @@ import pytest
 
 from eagle3_jax.runs import disk, manifest
 from eagle3_jax.runs.bucket import leases
+from eagle3_jax.runs.bucket.store import Bucket
+from eagle3_jax.runs.store import Store
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -26,7 +28,6 @@ def folder(request, tmp_path, monkeypatch):
 
 
 def test_what_is_written_is_there(folder):
-    disk.make_folder(folder)
     path = folder / "a.json"
     assert not path.exists()
     disk.write_sealed(path, {"a": [1, 2]})
@@ -46,7 +47,6 @@ def test_what_is_written_is_there(folder):
 
 
 def test_a_failed_write_leaves_nothing(folder):
-    disk.make_folder(folder)
     with pytest.raises(KeyError), disk.atomic(folder / "x") as temporary:
         temporary.mkdir()
         (temporary / "weights").write_bytes(b"half")
@@ -55,7 +55,6 @@ def test_a_failed_write_leaves_nothing(folder):
 
 
 def test_a_folder_is_whole_where_its_manifest_is(folder):
-    disk.make_folder(folder)
     assert not disk.is_whole(folder / "export")
     with disk.atomic(folder / "export") as temporary:
         temporary.mkdir()
@@ -65,8 +64,20 @@ def test_a_folder_is_whole_where_its_manifest_is(folder):
     assert (disk.local(folder / "export") / "zzz").read_text() == "later in the alphabet"
 
 
+def test_an_outbox_stores_what_lies_in_it(folder):
+    place, store = disk.outbox(folder / "curves")
+    place.mkdir(parents=True, exist_ok=True)
+    for content in ("1", "12"):  # of a file that grows
+        (place / "events").write_text(content)
+        store()
+        assert disk.read_bytes(folder / "curves/events") == content.encode()
+
+
+def test_a_bucket_answers_all_that_a_store_is_asked():
+    assert {name for name in vars(Store) if not name.startswith("_")} <= set(vars(Bucket))
+
+
 def test_logs(folder):
-    disk.make_folder(folder)
     path = folder / "train.0.jsonl.partial"
     assert disk.read_log(path) == []
     for values in (1, 2), ({"text": "één\u2028"}, [3]):
@@ -75,12 +86,16 @@ def test_logs(folder):
                 log.append(value)
     assert disk.read_log(path) == [1, 2, {"text": "één\u2028"}, [3]]
     assert [found.name for found in folder.glob("train.*.jsonl.partial")] == [path.name]
-    disk.rewrite_log(path, disk.log_lines(path)[:1])
+    with disk.open_log(path) as lines:
+        first = lines.readline()
+    disk.rewrite_log(path, first)
     with disk.Log(path) as log:
         log.append(5)
-    disk.rewrite_log(path, disk.log_lines(path))
+    with disk.open_log(path) as lines:
+        whole = lines.read()
+    disk.rewrite_log(path, whole)
     assert disk.read_log(path) == [1, 5]
-    disk.remove_log(path)
+    disk.remove(path)
     assert not path.exists() and disk.read_log(path) == []
 
 
@@ -89,7 +104,6 @@ import sys, time
 from eagle3_jax.runs import disk
 folder = disk.path_of(sys.argv[1])
 with disk.lock(folder):
-    disk.make_folder(folder)
     with disk.atomic(folder / "shard") as shard:
         shard.write_text("half")
         print("held", flush=True)
@@ -111,7 +125,7 @@ def _hold(folder):
 @pytest.mark.slow
 def test_a_lock_keeps_others_out_until_its_holder_dies(folder):
     process = _hold(folder)
-    local = not disk.is_remote(folder)
+    local = disk.system_path(folder) is not None
     try:
         for _ in range(2):
             with (

@@ -137,7 +137,6 @@ def _read(folder: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
 
 def _write(folder: pathlib.Path, key: dict[str, Any], costs: dict[str, Any]) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         disk.write_json(_file(folder, key), {"of": key, "costs": costs})
     except OSError as error:  # this engine has its costs all the same
         warnings.warn(f"warm_up: {folder}: {error.strerror or error}, so the next start measures again", stacklevel=2)

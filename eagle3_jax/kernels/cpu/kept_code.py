@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import pathlib
 from typing import Any
 
 import jax
@@ -24,9 +23,9 @@ class KeptCode:
     def __init__(self, *of: str) -> None:
         config: Any = jax.config
         folder = config.jax_compilation_cache_dir
-        local = folder and not disk.is_remote(folder)
+        place = folder and disk.system_path(folder)
         digest = hashlib.sha256("\0".join(of).encode()).hexdigest()
-        self._file = pathlib.Path(folder) / f"cpu_kernel-{digest}" if local else None
+        self._file = place / f"cpu_kernel-{digest}" if place else None
 
     def read(self) -> bytes | None:
         """Returns the code; None where there is none, or a damaged one."""
@@ -41,6 +40,5 @@ class KeptCode:
         if self._file is None:
             return
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
             with disk.atomic(self._file) as temporary:
                 temporary.write_bytes(hashlib.sha256(code).digest() + code)

@@ -175,9 +175,7 @@ def read_config(folder: disk.Path, aux_layers: tuple[int, ...] | None = None) ->
 
 def load_tokenizer(target: str | disk.Path) -> Any:
     """Loads the fast tokenizer of a target (name or folder), with its chat template. Raises TargetError."""
-    folder = fetch(target) if isinstance(target, str) else target
-    if disk.is_remote(folder):
-        folder = disk.local(folder, without=".safetensors")
+    folder = disk.local(fetch(target) if isinstance(target, str) else target, without=".safetensors")
     declared = folder / "tokenizer_config.json"
     try:
         name = disk.read_json(declared).get("tokenizer_class") if declared.exists() else None
@@ -218,7 +216,7 @@ def fetch(
         return given
     if given.suffix == GGUF and given.is_file():
         raise TargetError(f"{field}: {name}: got a file, expected {_BESIDE}")
-    if disk.is_remote(name):
+    if disk.system_path(given) is None:
         raise TargetError(f"{field}: got {name!r}, no such folder in the bucket; expected {expected}")
     if packaged := packaged_model(name):
         cached = cache_folder() / name.lower()
@@ -308,6 +306,17 @@ def keep_programs(*, small: bool = False) -> pathlib.Path:
     if settings.jax_compilation_cache_dir is None and (environment.xla_is_silent() or jax.default_backend() != "cpu"):
         machine.keep_programs(folder, small=small)
     return folder
+
+
+def keep_programs_in_bucket(run_dir: str) -> None:
+    """Keeps a TPU host's programs beside its run in a bucket: a reclaimed host takes its disk along.
+
+    Does nothing elsewhere, or where the user chose a folder by JAX's own setting.
+    """
+    settings = typing.cast(Any, jax.config)
+    # Programs of CPUs are of one kind of CPU. Those that take less than a second, JAX's limit, take as long to fetch.
+    if machine.has_tpu() and disk.system_path(run_dir) is None and not settings.jax_compilation_cache_dir:
+        settings.update("jax_compilation_cache_dir", str(disk.path_of(run_dir) / "programs"))
 
 
 def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:

@@ -53,10 +53,10 @@ def hf_name(name: str) -> str:
 
 def open_gguf(path: disk.Path) -> tuple[dict[str, Described], Callable[[str], Any]]:
     """Opens a local file, see `ranges.open_tensors`. Raises SafetensorError."""
-    if disk.is_remote(path):
+    if (local := disk.system_path(path)) is None:
         raise SafetensorError("a GGUF file in a bucket is not read; copy it to a local folder")
-    status = path.stat()
-    return _opened(str(path), status.st_size, status.st_mtime_ns)
+    status = local.stat()
+    return _opened(str(local), status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(4)  # a header with its tokens takes seconds

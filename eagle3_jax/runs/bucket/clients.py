@@ -11,25 +11,15 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-# A path of either store: `etils.epath` has pathlib's methods, apart from `stat().st_size` (`size`) and `rglob`.
-if TYPE_CHECKING:
-    Path = pathlib.Path
-else:
-    Path = pathlib.PurePath
+from eagle3_jax.runs.store import Path
 
 CREDENTIALS: Final = "EAGLE3_JAX_CREDENTIALS"
 CREDENTIAL_KINDS: Final = ("user", "machine", "anonymous")
 EMULATOR: Final = "STORAGE_EMULATOR_HOST"
-_SCHEME: Final = "gs://"
+SCHEME: Final = "gs://"
 _NOWHERE: Final = "127.0.0.1:9"  # the discard port: refused at once
-
-
-def is_address(path: Any) -> bool:
-    """Tells whether a path or text is the address of a bucket."""
-    return str(path).startswith(_SCHEME)
 
 
 def path_of(address: Any) -> Path:
@@ -43,7 +33,7 @@ def path_of(address: Any) -> Path:
 
 def split(address: Any) -> tuple[str, str]:
     """Splits an address into bucket and object name."""
-    bucket, _, name = str(address).removeprefix(_SCHEME).partition("/")
+    bucket, _, name = str(address).removeprefix(SCHEME).partition("/")
     return bucket, name
 
 

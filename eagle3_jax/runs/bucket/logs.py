@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Final
 
 from eagle3_jax.runs.bucket import objects
-from eagle3_jax.runs.bucket.clients import Path
+from eagle3_jax.runs.store import Path
 
 SEGMENT_SECONDS: Final = 5.0  # a segment is sealed at least so often: a kill loses no more
 _SEGMENT_BYTES: Final = 4 << 20
@@ -20,8 +23,8 @@ class SegmentedLog:
     A segment holds the lines of a few seconds. Only the holder of the folder's lease may write.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._next = folder, _next_segment(objects.names_below(folder))
+    def __init__(self, path: Path) -> None:
+        self._folder, self._next = path, _next_segment(objects.names_below(path))
         self._lines: list[bytes] = []
         self._bytes = 0  # of the lines
         self._closed = False
@@ -63,20 +66,24 @@ class SegmentedLog:
                     self._error = error
 
 
-def read_segments(folder: Path) -> Iterator[bytes]:
-    """Yields the segments of a log in order, from the last one on that begins it."""
-    names = objects.names_below(folder)
+@contextlib.contextmanager
+def open_log(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Opens the segments of a log as one file, from the last one on that begins it."""
+    names = objects.names_below(path)
     begins = [at for at, name in enumerate(names) if name.endswith(_BEGINS)]
-    for name in names[begins[-1] if begins else 0 :]:
-        yield objects.read(folder / name)
+    with tempfile.TemporaryFile() as stream:
+        for name in names[begins[-1] if begins else 0 :]:
+            stream.write(objects.read(path / name))
+        stream.seek(0)
+        yield stream
 
 
-def rewrite_log(folder: Path, content: bytes) -> None:
+def rewrite_log(path: Path, content: bytes) -> None:
     """Replaces a log by writing one segment, which makes those before it void."""
-    names = objects.names_below(folder)
-    objects.put(folder / f"{_next_segment(names):06d}{_BEGINS}", content, objects.ABSENT)
+    names = objects.names_below(path)
+    objects.put(path / f"{_next_segment(names):06d}{_BEGINS}", content, objects.ABSENT)
     for name in names:
-        objects.remove(folder / name)
+        objects.remove(path / name)
 
 
 def _next_segment(names: list[str]) -> int:

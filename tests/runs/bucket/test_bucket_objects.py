@@ -52,7 +52,7 @@ def test_an_upload_whose_answer_was_lost_knows_its_own_object(folder, tmp_path, 
 
 def test_a_lease_is_renewed_and_its_loss_ends_the_run(folder, monkeypatch):
     lost = []
-    monkeypatch.setattr(disk, "_end", lost.append)
+    monkeypatch.setattr(leases, "_end", lost.append)
     lease = folder.parent / ".run.lock"
     with disk.lock(folder):
         first = objects.generation(lease)
@@ -63,7 +63,7 @@ def test_a_lease_is_renewed_and_its_loss_ends_the_run(folder, monkeypatch):
         while not lost and time.monotonic() < until:
             time.sleep(0.1)
     assert lost == [f"{lease}: the lease was taken by a thief, this run ends"]
-    assert leases.holder(lease) == "a thief"  # which keeps it
+    assert leases.holder(folder) == "a thief"  # which keeps it
 
 
 def test_a_renewal_whose_answer_was_lost_is_no_loss(folder, monkeypatch):
@@ -77,13 +77,13 @@ def test_a_renewal_whose_answer_was_lost_is_no_loss(folder, monkeypatch):
         return found
 
     monkeypatch.setattr(objects, "put", deaf)
-    monkeypatch.setattr(disk, "_end", lost.append)
+    monkeypatch.setattr(leases, "_end", lost.append)
     lease = folder.parent / ".run.lock"
     with disk.lock(folder):
         until = time.monotonic() + 20
         while b'"renewal": 4}' not in objects.read(lease) and time.monotonic() < until:
             time.sleep(0.1)
-    assert failed and not lost and leases.holder(lease) == ""
+    assert failed and not lost and leases.holder(folder) == ""
 
 
 def test_a_log_is_sealed_while_it_is_written(folder, monkeypatch):

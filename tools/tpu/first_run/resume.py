@@ -107,9 +107,10 @@ def _resumed(config: pathlib.Path) -> Iterator[Line]:
 def metrics(run_dir: str) -> list[dict[str, Any]]:
     """Reads the metrics of a run; none before its first step."""
     path = disk.path_of(run_dir) / "checkpoints" / "metrics.jsonl"
-    if disk.is_remote(path):
-        lines = disk.log_lines(path)
-    else:  # `log_lines` would cut the line that the verb is writing
+    if disk.system_path(path) is None:
+        with disk.open_log(path) as log:
+            lines = list(log)
+    else:  # `open_log` would cut the line that the verb is writing
         lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
 
