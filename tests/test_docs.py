@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 PAGES = sorted(ROOT.glob("docs/*.md"))
 PROSE = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
-SUFFIXES = ("html", "json", "jsonl", "md", "png", "py", "safetensors", "txt", "yaml")
+SUFFIXES = ("cpp", "html", "json", "jsonl", "md", "png", "py", "safetensors", "txt", "yaml")
 
 
 def name(path):

@@ -109,6 +109,27 @@ def write_eagle2(folder: pathlib.Path, model: Any) -> pathlib.Path:
     return folder
 
 
+def write_named_target(folder: pathlib.Path, config: Any) -> str:
+    """A target's folder without weights: config.json, and a tokenizer of 32 tokens and two merges. Returns its name."""
+    letters = [chr(97 + i) for i in range(26)] + ["ab", "cd", "!", "?"]
+    special = [{"id": i, "content": f"<{i}>", "special": i < 2} for i in (0, 1, 2)]
+    model = {
+        "type": "BPE",
+        "vocab": {token: 3 + i for i, token in enumerate(letters)},
+        "merges": [["a", "b"], ["c", "d"]],
+    }
+    digits = {"type": "Digits", "individual_digits": True}
+    tokenizer = {"model": model, "added_tokens": special, "pre_tokenizer": {"pretokenizers": [digits]}}
+    folder.mkdir()
+    for name, values in (
+        ("config.json", config.to_hf()),
+        ("tokenizer.json", tokenizer),
+        ("tokenizer_config.json", {"bos_token": "<1>", "eos_token": "<0>", "chat_template": "{{ messages }}"}),
+    ):
+        (folder / name).write_text(json.dumps(values))
+    return str(folder)
+
+
 def read(folder: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tensors and config of a saved head, as they are."""
     return safetensors.numpy.load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from eagle3_jax.config.checks import Count, Positive, Proper, Temperature, require, section
 from eagle3_jax.config.kinds import in_target
-from eagle3_jax.config.models import DraftTree, Dtype, FewBits, TreeOrAuto
+from eagle3_jax.config.models import DraftTree, FewBits, TreeOrAuto
 
 _MAX_CLIENT_TIMEOUT = (2**31 - 1) // 1000  # seconds: the socket takes milliseconds as a C int
 
@@ -20,13 +20,13 @@ class ExportConfig:
 
     Attributes:
         format: `sglang` is for SGLang, SpecForge and vLLM; `vllm` is vLLM's own, `speculators` names the target too,
-            `eagle` is SafeAILab's. `export` prints the versions that read it. `eagle3_jax` takes a head that no other
-            engine runs.
-        dtype: dtype of the weights in the file.
+            `eagle` is SafeAILab's, `llama.cpp` one GGUF file. `export` prints the versions that read it. `eagle3_jax`
+            takes a head that no other engine runs.
+        dtype: dtype of the weights in the file; `q8_0` and `q4_0`, matrices in blocks of 8 and 4 bits, are llama.cpp's.
     """
 
-    format: Literal["sglang", "vllm", "speculators", "eagle", "eagle3_jax"] = "sglang"
-    dtype: Dtype = "bfloat16"
+    format: Literal["sglang", "vllm", "speculators", "eagle", "eagle3_jax", "llama.cpp"] = "sglang"
+    dtype: Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"] = "bfloat16"
 
 
 def _check_token_map(draft: str | None, token_map: str | None) -> None:

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,17 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from eagle3_jax.config import RunConfig, run_file
+from eagle3_jax.config import ExportConfig, RunConfig, run_file
 from eagle3_jax.config.kinds import in_target
 from eagle3_jax.data import vocab
 from eagle3_jax.export import check, publish
 from eagle3_jax.export.write_target import write_target
 from eagle3_jax.formats import heads, kinds
-from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.forms import FORMS, SPECULATORS
 from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.formats.stored import verifier
-from eagle3_jax.models.checkpoint.fetch import Target, load_target, packaged_model
+from eagle3_jax.models.checkpoint.fetch import Target, fetch, load_target, packaged_model, read_config
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
@@ -86,8 +86,18 @@ def run(config: RunConfig, target: Target | None = None) -> None:
             raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
 
 
-def convert(source: str | disk.Path, form: str, folder: str | disk.Path) -> None:
+def convert(
+    source: str | disk.Path,
+    form: str,
+    folder: str | disk.Path,
+    dtype: str | None = None,
+    target: str | None = None,
+) -> None:
     """Converts the head in `source`; what it leaves to the target stays there: default aux layers, LM head, embeddings.
+
+    Args:
+        dtype: as `export.dtype`; None leaves the head's.
+        target: names the target where the form asks for it (speculators, llama.cpp); None is that of the training.
 
     Raises:
         DraftFormatError: the head is not usable, or the form cannot represent it.
@@ -104,7 +114,10 @@ def convert(source: str | disk.Path, form: str, folder: str | disk.Path) -> None
         trained_with = identity["target"]
         of_target = verifier(trained_with["name"], trained_with["architecture"])
         head = dataclasses.replace(head, verifier=head.verifier or of_target)
-    _write(head, form, folder, identity)
+    if target is not None:
+        architecture = read_config(fetch(target, whole=False)).architecture
+        head = dataclasses.replace(head, verifier=verifier(target, architecture))
+    _write(head if dtype is None else head.in_dtype(dtype), form, folder, identity)
 
 
 def _write(head: StoredHead, form: str, folder: disk.Path, identity: dict[str, Any] | None) -> None:
@@ -113,9 +126,10 @@ def _write(head: StoredHead, form: str, folder: disk.Path, identity: dict[str, A
     with disk.atomic(folder) as partial:
         head.kind.write(partial, head, form)
         if identity is not None:
+            written = [path.name for path in partial.iterdir()]
             manifest.begin(partial, identity)
-            manifest.finish(partial, files=(CONFIG, WEIGHTS), parameters=parameters)
-    size = disk.size(folder / WEIGHTS) / 2**20
+            manifest.finish(partial, files=written, parameters=parameters)
+    size = sum(disk.size(path) for path in folder.iterdir()) / 2**20
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
     if engines := head.kind.served_by(head, form):
         print(f"{folder}: {engines}", file=sys.stderr)
@@ -160,18 +174,21 @@ def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int], Int
         return trained, step, checkpoints.head_checksums(step), vocab.load(folder) if own is None else own
 
 
-def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
-    """Parses `--from DIR --to FORM DIR` into source, form and folder. Exits with status 2 if they are wrong."""
+def arguments_to_convert(argv: Sequence[str]) -> dict[str, Any]:
+    """Parses `--from DIR --to FORM DIR` into the arguments of `convert`. Exits with status 2 if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m eagle3_jax.export", description="A draft head of any form -> another form.", allow_abbrev=False
     )
-    parser.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the head")
+    parser.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder or GGUF file of the head")
     parser.add_argument("--to", required=True, nargs=2, metavar=("FORM", "DIR"), help=" | ".join(FORMS))
+    dtypes = typing.get_args(typing.get_type_hints(ExportConfig)["dtype"])
+    parser.add_argument("--dtype", choices=dtypes, help="of the weights; q8_0 and q4_0 are llama.cpp's")
+    parser.add_argument("--target", metavar="NAME", help="the target, where the head does not name it")
     given = parser.parse_args(argv)
     form, folder = given.to
     if form not in FORMS:
         parser.error(f"--to: got {form!r}, expected one of {', '.join(FORMS)}")
-    return given.source, form, folder
+    return {"source": given.source, "form": form, "folder": folder, "dtype": given.dtype, "target": given.target}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -179,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if any(word.partition("=")[0] == "--from" for word in argv):
         conversion = arguments_to_convert(argv)
         with command.run("export"):
-            return convert(*conversion)
+            return convert(**conversion)
     config, asked = command_line.read("export", argv)
     given = [flag.replace("_", "-") for flag, value in vars(asked).items() if value]
     ways = [flag for flag in given if flag in _INSTEAD]

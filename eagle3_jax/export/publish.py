@@ -53,7 +53,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         raise ValueError(f"{path}: {found} {config.folder('export')}; evaluate this one, and run `report` again")
     prepared = manifest.read(config.folder("prepare"), "prepare", verify=False)
     text = _card(config.card, report, exported, trained["identity"], prepared, folder, repository)
-    paths = [folder / name for name in (files.CONFIG, files.WEIGHTS, manifest.NAME)]
+    paths = [folder / name for name in (*held, manifest.NAME)]
     if upload:
         hub = huggingface_hub.HfApi()
         added = [huggingface_hub.CommitOperationAdd(path.name, path) for path in paths]

@@ -27,6 +27,7 @@ class Engines:
         used: (a head, a form) -> the rows that apply to it, each with its reason: field, got, expected; "" where the
             row is not due to the head.
         by_target: property of a target, whose hidden states an engine must capture -> as `since`.
+        without: property of a head -> the settings that train a head without it.
     """
 
     versions: Mapping[str, str]
@@ -34,12 +35,14 @@ class Engines:
     readers: Mapping[str, Sequence[str]]
     used: Callable[[StoredHead, str], Iterator[tuple[str, str]]]
     by_target: Rows = dataclasses.field(default_factory=dict)
+    without: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def cannot_run(self, engine: str, head: StoredHead, form: str) -> list[str]:
         """Lists the properties of a head in a form that an engine cannot run."""
         reasons = dict(self.used(head, form))
         return [
             f"{reasons[name]}; {engine} (to {self.versions[engine]}): {cell}"
+            + (f"; without it: {self.without[name]}" if name in self.without else "")
             for name, cell in self._cells(engine, reasons).items()
             if reasons[name] and cell in _NO
         ]

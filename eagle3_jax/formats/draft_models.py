@@ -12,6 +12,7 @@ from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.kinds import DraftKind, Path
 from eagle3_jax.formats.tensors import canonical
 from eagle3_jax.models.checkpoint.fetch import Target, TargetError, fetch, load_tokenizer, read_config
+from eagle3_jax.models.checkpoint.gguf_file import GGUF
 from eagle3_jax.models.checkpoint.identity import tokenizer_digest
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model, locate
 from eagle3_jax.models.drafts.head import Draft
@@ -22,7 +23,8 @@ from eagle3_jax.runs import disk, manifest
 from eagle3_jax.runs.disk import JsonError
 
 _EXPECTED = (
-    "the folder of a head, the name or folder of a smaller model, 'lookup', 'mtp', 'auto', or None for no drafts"
+    "the folder or GGUF file of a head, the name or folder of a smaller model, 'lookup', 'mtp', 'auto', or None for no "
+    "drafts"
 )
 HEADS = pathlib.Path(__file__).parents[1] / "heads"
 _ARCHITECTURES = {family.config.architecture for family in FAMILIES} | TEXT_OF.keys()
@@ -34,11 +36,13 @@ def packaged_heads() -> list[str]:
 
 
 def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EXPECTED) -> pathlib.Path:
-    """Returns the folder of a draft: the given one, or that of the model with this name.
+    """Returns the folder of a draft: the given one, or that of the model with this name; or a head's GGUF file.
 
     Raises:
         TargetError: there is none; `field` and `expected` are named in it.
     """
+    if (path := pathlib.Path(draft)).suffix == GGUF and path.is_file():
+        return path
     if isinstance(draft, str):
         return disk.local(fetch(draft, field=field, expected=expected))
     if not draft.is_dir():

@@ -16,7 +16,6 @@ from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.rope import is_positive, read_rope, write_rope
 
 REQUIRED = object()
-AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Key -> its value when absent or null; a string names the key whose value is taken.
 LLAMA: dict[str, Any] = {
     "vocab_size": REQUIRED,

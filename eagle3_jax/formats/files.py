@@ -1,4 +1,7 @@
-"""The files of a draft head: config.json and safetensors, a single file or shards with an index; never a pickle."""
+"""The files of a draft head: config.json and safetensors, a single file or shards with an index; never a pickle.
+
+Or one GGUF file, alone or in a folder, whose keys are read as a config.json.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from typing import Any
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from eagle3_jax.formats.llama_cpp import reader
 from eagle3_jax.formats.tensors import Tensors, canonical
+from eagle3_jax.models.checkpoint.gguf_file import GGUF
 from eagle3_jax.models.checkpoint.load import INDEX, WEIGHTS, WeightsError, locate, save_tensors
 from eagle3_jax.runs import disk
 
-CONFIG = "config.json"
+CONFIG, HEAD = "config.json", f"head{GGUF}"
 
 
 class DraftFormatError(ValueError):
@@ -28,8 +33,19 @@ def write(folder: pathlib.Path, values: dict[str, Any], tensors: Tensors) -> Non
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 
+def gguf_file(folder: pathlib.Path) -> pathlib.Path | None:
+    """Returns the GGUF file that `folder` is, or holds; None if there is none."""
+    path = folder if folder.suffix == GGUF else folder / HEAD
+    return path if path.is_file() else None
+
+
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """Reads config.json. Raises DraftFormatError."""
+    """Reads config.json, or what a GGUF file says in its place. Raises DraftFormatError."""
+    if gguf := gguf_file(folder):
+        try:
+            return reader.config(gguf)
+        except ValueError as error:
+            raise DraftFormatError(str(error)) from error
     path = folder / CONFIG
     try:
         values = json.loads(path.read_text())
@@ -47,6 +63,11 @@ def read_tensors(folder: pathlib.Path, canonical: Callable[[str], str] = canonic
 
     Raises DraftFormatError.
     """
+    if gguf := gguf_file(folder):
+        try:
+            return reader.tensors(gguf)
+        except ValueError as error:
+            raise DraftFormatError(str(error)) from error
     tensors: Tensors = {}
     problems: list[str] = []
     try:
@@ -71,4 +92,5 @@ def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
     """Maps the name of each file that a head is read from to its sha256 in hex."""
     folder = pathlib.Path(folder)
     found = [path for pattern in (CONFIG, INDEX, "*.safetensors") for path in folder.glob(pattern)]
+    found += [gguf] if (gguf := gguf_file(folder)) else []
     return {path.name: disk.digest(path) for path in sorted(found)}

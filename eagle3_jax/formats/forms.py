@@ -1,4 +1,4 @@
-"""The five forms of an EAGLE-3 head on disk, named after their readers: config.json written and read.
+"""The six forms of an EAGLE-3 head on disk, named after their readers: config.json written and read.
 
 `FORMS` is the table. Aux layers are boundaries in memory; each form's comment says how its engines count them.
 """
@@ -9,9 +9,9 @@ import dataclasses
 from typing import Any
 
 from eagle3_jax.formats import fields
-from eagle3_jax.formats.fields import AUX_LAYERS, FIXED, LLAMA, REQUIRED, Form, read_layers
+from eagle3_jax.formats.fields import FIXED, LLAMA, REQUIRED, Form, read_layers
 from eagle3_jax.formats.kinds import StoredHead
-from eagle3_jax.formats.tensors import LAYER
+from eagle3_jax.formats.tensors import AUX_LAYERS, LAYER
 from eagle3_jax.models.drafts.dflash import SLIDING
 from eagle3_jax.models.layers import LinearScaling
 
@@ -220,9 +220,14 @@ EAGLE = Form(
 
 EAGLE3_JAX = dataclasses.replace(VLLM, name="eagle3_jax", engines=("eagle3_jax",))
 
+# ---------------------------------------------------------------------------------------------------------- llama.cpp
+# One GGUF file in place of a folder's two, see `llama_cpp`: its keys are made of vLLM's, and read as vLLM's form.
+
+LLAMA_CPP = dataclasses.replace(VLLM, name="llama.cpp", engines=("llama.cpp",))
+
 # --------------------------------------------------------------------------------------------------------------- table
 
-FORMS = {form.name: form for form in (SGLANG, VLLM, SPECULATORS, EAGLE, EAGLE3_JAX)}
+FORMS = {form.name: form for form in (SGLANG, VLLM, SPECULATORS, EAGLE, EAGLE3_JAX, LLAMA_CPP)}
 
 
 def form_of(values: dict[str, Any]) -> Form:

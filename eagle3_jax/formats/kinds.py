@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int64
 
@@ -25,6 +26,7 @@ from eagle3_jax.runs import disk
 
 Path = str | pathlib.Path
 AnyTarget = Target | ModelConfig
+BLOCKS = ("q8_0", "q4_0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,7 @@ class StoredHead:
         token_ids: target ids of the draft tokens, ascending.
         target_layers: number of the target's layers, if known.
         verifier: the target by name, as in speculators: `name_or_path`, `architectures`.
+        blocks: how a GGUF file holds its matrices, `q8_0` or `q4_0`; None: in their dtype.
         problems: why it cannot be written.
     """
 
@@ -108,11 +111,18 @@ class StoredHead:
     eos_token_id: int | list[int] | None = None
     target_layers: int | None = None
     verifier: dict[str, Any] | None = None
+    blocks: str | None = None
     problems: tuple[str, ...] = ()
 
     @property
     def tied(self) -> bool:
         return LM_HEAD not in self.tensors
+
+    def in_dtype(self, dtype: str) -> StoredHead:
+        """Returns the head with its floats in another dtype, or with `blocks` of that name."""
+        if dtype in BLOCKS:
+            return dataclasses.replace(self, blocks=dtype)
+        return dataclasses.replace(self, tensors={name: x.astype(jnp.dtype(dtype)) for name, x in self.tensors.items()})
 
     def same(self, other: StoredHead) -> bool:
         """Tells whether two heads draft alike: equal kind, shape, token ids and tensors, to the bit."""
@@ -137,7 +147,7 @@ def every() -> list[DraftKind]:
 
 def of_folder(folder: pathlib.Path) -> DraftKind:
     """Tells what kind of draft a folder holds. Raises DraftFormatError: its config.json cannot be read."""
-    values = files.read_config(folder) if (folder / files.CONFIG).exists() else {}
+    values = files.read_config(folder) if files.gguf_file(folder) or (folder / files.CONFIG).exists() else {}
     return next(kind for kind in reversed(every()) if kind.is_mine(folder, values))
 
 

@@ -16,16 +16,19 @@ from jaxtyping import Array
 from eagle3_jax.formats import files
 from eagle3_jax.formats.compatibility import Engines
 from eagle3_jax.formats.files import DraftFormatError
-from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS
-from eagle3_jax.formats.kinds import AnyTarget, DraftKind, Path, StoredHead
+from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS, LLAMA_CPP
+from eagle3_jax.formats.kinds import BLOCKS, AnyTarget, DraftKind, Path, StoredHead
+from eagle3_jax.formats.llama_cpp.writer import write as write_gguf
 from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, head_problems, ids_problems, vocabulary_tensors
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import fetch, parameter_path
-from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.checkpoint.fetch import Target, read_config
+from eagle3_jax.models.checkpoint.fetch import fetch as fetch_target
 from eagle3_jax.models.checkpoint.table import Entry, plain
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target_config import ModelConfig, default_aux_layers, without_aux_layers
+from eagle3_jax.runs import disk
 
 _ROWS = 8192  # rows of embeddings compared at a time: the whole table may fill most of a device
 
@@ -134,7 +137,8 @@ class StoredKind(DraftKind):
         ids = np.asarray(draft.token_ids).astype(np.int64)
         problems = self.misfits(config, target) + ids_problems(ids, config) + self.contradictions(config)
         table = self.table(config) | {"lm_head": plain(LM_HEAD, config.draft_vocab_size, config.hidden_size)}
-        tensors = to_tensors(draft.head, table, lambda name: dtype, problems)
+        blocks = dtype if dtype in BLOCKS else None
+        tensors = to_tensors(draft.head, table, lambda name: "float32" if blocks else dtype, problems)
         if self._shares(config):
             tensors.pop(LM_HEAD, None)
         eos = target.eos_token_ids
@@ -147,6 +151,7 @@ class StoredKind(DraftKind):
             eos_token_id=eos[0] if len(eos) == 1 else list(eos) or None,
             target_layers=target.num_hidden_layers,
             verifier=verifier(name, target.architecture),
+            blocks=blocks,
             problems=tuple(problems),
         )
 
@@ -155,13 +160,32 @@ class StoredKind(DraftKind):
         if refused := self.refusals(head, form):
             able = [other for other in FORMS if not self.refusals(head, other)]
             refused.append(f"export.format: got {form!r}, expected {' or '.join(able) or 'another head'}")
+        if head.blocks and form != LLAMA_CPP.name:
+            refused.append(f"export.dtype: got {head.blocks!r}, expected a dtype of floats in the form {form!r}")
         if problems := [*head.problems, *refused]:
             raise DraftFormatError("this draft cannot be saved:\n  " + "\n  ".join(problems))
-        tensors = {self.spelled(name, form): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()}
-        vocabulary = vocabulary_tensors(head.token_ids, head.config.vocab_size)
-        files.write(folder, self.values(head, form), tensors | vocabulary)
+        if form == LLAMA_CPP.name:
+            head = self._write_gguf(folder, head)
+        else:
+            tensors = {self.spelled(name, form): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()}
+            vocabulary = vocabulary_tensors(head.token_ids, head.config.vocab_size)
+            files.write(folder, self.values(head, form), tensors | vocabulary)
         if not self.read(folder).same(head):
             raise DraftFormatError(f"{folder}: the head does not read back the same; is the disk full?")
+
+    def _write_gguf(self, folder: pathlib.Path, head: StoredHead) -> StoredHead:
+        """Writes a folder with a GGUF file, and returns the head as it holds it."""
+        if (name := (head.verifier or {}).get("name_or_path")) is None:
+            raise DraftFormatError("target: unknown, expected the name of the target, whose tokenizer the file holds")
+        target = disk.local(fetch_target(name, whole=False), without=".safetensors")
+        shape = read_config(target, None if self.own_layers else head.config.aux_layers)
+        if problems := self.misfits(head.config, shape):
+            raise DraftFormatError(f"this draft does not fit {name}:\n  " + "\n  ".join(problems))
+        folder.mkdir(parents=True)
+        values, parts = self.values(head, LLAMA_CPP.name), (head.config, head.tensors, head.token_ids)
+        of_target: dict[str, Any] = {"target": target, "depth": shape.num_hidden_layers}
+        held = write_gguf(folder / files.HEAD, values, *parts, blocks=head.blocks, **of_target)
+        return dataclasses.replace(head, tensors=held)
 
     def refusals(self, head: StoredHead, form: str) -> list[str]:
         """Lists the properties that the form's own engine cannot run, each as field, got, expected, engine and version.

@@ -18,6 +18,7 @@ from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
 LM_HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 LAYER = "midlayer."
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # the boundaries, in config.json
 # Other spelling -> canonical one. SGLang accepts all (models/llama_eagle3.py, 0.5.23), vLLM `layers.0.` without prefix.
 _SPELLINGS = (
     ("layers.0.", LAYER),

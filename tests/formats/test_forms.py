@@ -76,7 +76,7 @@ def save(folder: pathlib.Path, form: str, target: Any = TARGET, **changes: Any) 
 @pytest.mark.parametrize("form", CONFIGS)
 def test_names_shapes_and_config_on_disk(tmp_path: pathlib.Path, form: str) -> None:
     tensors, config = save(tmp_path / "head", form, head_dim=4)
-    assert config == CONFIGS[form] and CONFIGS.keys() == FORMS.keys()
+    assert config == CONFIGS[form] and CONFIGS.keys() | {"llama.cpp"} == FORMS.keys()
     shapes = SHAPES | {f"midlayer.self_attn.{x}_proj.weight": (n, 32) for x, n in (("q", 16), ("k", 8), ("v", 8))}
     shapes |= {"midlayer.self_attn.o_proj.weight": (16, 16)}
     expected = {name.replace("midlayer.", LAYERS[form]): shape for name, shape in shapes.items()}

@@ -209,6 +209,7 @@ def test_any_head_in_any_form_comes_back_to_the_bit_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, form: str, changes: Any, layers: Any, ids: Any, dtype: str
 ) -> None:
     folder = tmp_path_factory.mktemp("head") / "head"
+    name = tiny_heads.write_named_target(folder.with_name("target"), TARGET)
     target = dataclasses.replace(TARGET, aux_layers=layers)
     draft = make_draft(jnp.dtype(dtype), ids=ids, target=target, **changes)
     refused = EAGLE3.refusals(EAGLE3.stored(draft, target, dtype, None), form)
@@ -218,7 +219,7 @@ def test_any_head_in_any_form_comes_back_to_the_bit_or_is_refused(
         assert all(line in str(caught.value) for line in refused)
         assert not folder.exists()
     else:
-        save_draft(folder, draft, target=target, dtype=dtype, form=form)
+        save_draft(folder, draft, target=target, dtype=dtype, form=form, target_name=name)
         assert_same(load_draft(folder, target=target, dtype=jnp.dtype(dtype)), draft)
 
 

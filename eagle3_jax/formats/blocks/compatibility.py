@@ -16,28 +16,36 @@ from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.models.drafts.dflash import FULL
 
 CPU: Final = "vLLM on a CPU"
-VERSIONS = {"SGLang": "0.5.23", "vLLM": "0.32.0", CPU: "0.32.0"}
+VERSIONS = {"SGLang": "0.5.23", "vLLM": "0.32.0", CPU: "0.32.0", "llama.cpp": "2026.10"}
 # Form -> its engines; the first one decides which heads the form can hold.
 READERS = {
     "sglang": ("SGLang", "vLLM", CPU),
     "vllm": ("vLLM", CPU, "SGLang"),
     "speculators": ("vLLM", CPU),
+    "llama.cpp": ("llama.cpp",),
 }
 # Property of a head -> for each engine the first version known to run it, or the engine's behaviour instead.
 SINCE = {
-    # block head: SGLang, vLLM, vLLM on a CPU
-    "DFlash": ("0.5.23", "0.32.0", "0.32.0"),
-    "DSpark": ("0.5.23", "0.32.0", FAILS),
-    "DFlash2": ("0.5.23", "0.32.0", FAILS),
-    "several layers": ("0.5.23", "0.32.0", SILENT),
-    "draft vocabulary": (SILENT, "0.32.0", "0.32.0"),
-    "draft vocabulary, no LM head": (SILENT, SILENT, SILENT),
-    "draft vocabulary of DFlash2": (FAILS, FAILS, FAILS),
-    "full and sliding layers": ("0.5.23", "0.32.0", FAILS),
-    "both in the form `speculators`": (FAILS, SILENT, FAILS),
-    "causal full layers in the form `speculators`": (FAILS, SILENT, SILENT),
-    "RoPE `llama3`, `linear` or `yarn`": ("0.5.23", "0.32.0", "0.32.0"),
-    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", "0.32.0"),
+    # block head: SGLang, vLLM, vLLM on a CPU, llama.cpp
+    "DFlash": ("0.5.23", "0.32.0", "0.32.0", "2026.10"),
+    "DSpark": ("0.5.23", "0.32.0", FAILS, "2026.10"),
+    "DFlash2": ("0.5.23", "0.32.0", FAILS, "2026.10"),
+    "several layers": ("0.5.23", "0.32.0", SILENT, "2026.10"),
+    "draft vocabulary": (SILENT, "0.32.0", "0.32.0", "2026.10"),
+    "draft vocabulary, no LM head": (SILENT, SILENT, SILENT, FAILS),
+    "draft vocabulary of DFlash2": (FAILS, FAILS, FAILS, FAILS),
+    "`hidden_size` below k (k + 1), k = `selector_top_k`": ("0.5.23", "0.32.0", "0.32.0", FAILS),
+    "full and sliding layers": ("0.5.23", "0.32.0", FAILS, "2026.10"),
+    "causal and bidirectional layers": ("0.5.23", "0.32.0", "0.32.0", FAILS),
+    "both in the form `speculators`": (FAILS, SILENT, FAILS, FAILS),
+    "causal full layers in the form `speculators`": (FAILS, SILENT, SILENT, FAILS),
+    "RoPE `llama3`, `linear` or `yarn`": ("0.5.23", "0.32.0", "0.32.0", SILENT),
+    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", "0.32.0", SILENT),
+}
+
+WITHOUT = {
+    "draft vocabulary of DFlash2": "--draft.vocab-size of the target",
+    "causal and bidirectional layers": "--draft.no-is-causal",
 }
 
 
@@ -57,6 +65,12 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
             rows = f"{c.draft_vocab_size} rows (load the head with its target, and save it)"
             yield "draft vocabulary, no LM head", f"lm_head.weight: missing, expected {rows}"
     types = f"layer_types: got {list(c.layer_types)}"
+    lattice = c.selector_top_k * (c.selector_top_k + 1)
+    if head.kind.name == "dflash2" and c.hidden_size < lattice:
+        narrow = f"selector_top_k: got {c.selector_top_k}, expected k (k + 1) up to hidden_size = {c.hidden_size}"
+        yield "`hidden_size` below k (k + 1), k = `selector_top_k`", narrow
+    if len(set(causal)) > 1:
+        yield "causal and bidirectional layers", f"{types} without is_causal, expected one causality"
     if mixed:
         yield "full and sliding layers", f"{types}, expected all of one type"
     if form == "speculators":
@@ -72,4 +86,4 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
         yield "RoPE `yarn`, `attention_factor`", f"rope_scaling.attention_factor: got {got}, expected none"
 
 
-ENGINES = Engines(VERSIONS, SINCE, READERS, used)
+ENGINES = Engines(VERSIONS, SINCE, READERS, used, without=WITHOUT)

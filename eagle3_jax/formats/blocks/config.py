@@ -15,6 +15,7 @@ from eagle3_jax.formats import fields
 from eagle3_jax.formats.fields import REQUIRED, read_layers
 from eagle3_jax.formats.forms import SPECULATORS, speculation
 from eagle3_jax.formats.kinds import StoredHead
+from eagle3_jax.formats.tensors import AUX_LAYERS
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.rope import read_rope
 
@@ -55,7 +56,7 @@ _SELECTOR = {
     "selector_top_k": "selector_top_k",
 }
 # Key of the target's layers -> what makes its numbers boundaries.
-_AUX_LAYERS = {"target_layer_ids": 1, fields.AUX_LAYERS: 0, "aux_hidden_state_layer_ids": 0}
+_AUX_LAYERS = {"target_layer_ids": 1, AUX_LAYERS: 0, "aux_hidden_state_layer_ids": 0}
 
 
 def describes(network: type[DFlash], values: dict[str, Any]) -> bool:

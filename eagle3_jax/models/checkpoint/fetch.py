@@ -40,7 +40,7 @@ from eagle3_jax.runs.progress import Progress, shown
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _BESIDE = "a folder with config.json, tokenizer.json and tokenizer_config.json beside the weights"
 GENERATION = "generation_config.json"
-_CONFIG_FILES = ("config.json", GENERATION)
+_CONFIG_FILES = ("*.json", "*.jinja")
 # Types whose tokenizers transformers gives a class of its own, whatever a folder names.
 _NEVER_GENERIC = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _TIMEOUT = 10.0  # seconds to wait for a hub's first answer
@@ -207,7 +207,7 @@ def fetch(
     """Resolves a target's name to a Hugging Face folder, a local one or in a bucket. Raises TargetError.
 
     Args:
-        whole: False downloads from a hub only the files that `read_config` reads.
+        whole: False downloads no weights from a hub.
         field, expected: named in errors.
     """
     if not name:  # pathlib's empty path is the working directory

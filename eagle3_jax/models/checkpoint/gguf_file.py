@@ -21,7 +21,7 @@ from eagle3_jax.models.checkpoint.table import DTYPES, FLOATS, Described, Entry,
 from eagle3_jax.runs import disk
 
 GGUF = ".gguf"
-_BLOCK_NAMES = {
+BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -46,9 +46,9 @@ def hf_name(name: str) -> str:
     if stem in _TOP_NAMES:
         return f"{_TOP_NAMES[stem]}.{kind}"
     _, layer, part = stem.split(".", 2) if stem.startswith("blk.") else ("", "", stem)
-    if part not in _BLOCK_NAMES:
-        raise ValueError(f"tensor {name}: unknown, expected one of {sorted([*_TOP_NAMES, *_BLOCK_NAMES])}")
-    return f"model.layers.{layer}.{_BLOCK_NAMES[part]}.{kind}"
+    if part not in BLOCK_NAMES:
+        raise ValueError(f"tensor {name}: unknown, expected one of {sorted([*_TOP_NAMES, *BLOCK_NAMES])}")
+    return f"model.layers.{layer}.{BLOCK_NAMES[part]}.{kind}"
 
 
 def open_gguf(path: disk.Path) -> tuple[dict[str, Described], Callable[[str], Any]]:

@@ -134,7 +134,7 @@ def asked(monkeypatch, tmp_path) -> dict[str, Any]:
 def test_what_is_not_needed_is_left_on_the_hub(asked):
     """The weights beside a config, and folders: gpt-oss' repositories hold the weights twice."""
     fetch.fetch("org/model", whole=False)
-    assert asked["allow_patterns"] == ["config.json", "generation_config.json"]
+    assert asked["allow_patterns"] == ["*.json", "*.jinja"]
     fetch.fetch("org/model")
     files = ["config.json", "model-00000-of-00002.safetensors", "original/model.safetensors", "original/dtypes.json"]
     patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
