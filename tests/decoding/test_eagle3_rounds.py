@@ -14,7 +14,7 @@ from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Draft
 
 pytestmark = pytest.mark.slow
-WINDOW = 3
+WINDOW = 2  # less than the depth of a tree, whose slots are not positions
 VARIANTS = {"qk_norm": {"qk_norm": True}, "window": {"sliding_window": WINDOW}}
 VARIANTS["both"] = VARIANTS["qk_norm"] | VARIANTS["window"]
 
@@ -32,6 +32,9 @@ def make(toy, **changes) -> Draft:
 def test_a_node_of_a_tree_sees_the_window_of_its_own_path(toy, name):
     """Against chains along each path, whose slots are positions."""
     head, rng = make(toy, **VARIANTS[name]).head, np.random.default_rng(1)
+    head.attention.qkv[...] = jnp.asarray(
+        0.2 * rng.normal(size=head.attention.qkv.shape), jnp.float32
+    )  # sees others too
     committed, embed = 6, toy.target.embed[...]
     tokens, features = rng.integers(0, 24, (1, committed)), rng.normal(size=(1, committed, 32)).astype(np.float32)
     levels_of = [
