@@ -102,6 +102,7 @@ WITHOUT = {
     "aux layers, not three": "--target.aux-layers 2 15 27, or three others",
     "`fc_norm`": "--draft.no-fc-norm",
     "`norm_output`": "--draft.no-norm-output",
+    "`qk_norm`": "--draft.no-qk-norm",
 }
 
 
