@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -14,6 +15,9 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from tiny_heads import TARGET
+
+from eagle3_jax.models.layers import RopeScaling
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -114,21 +118,55 @@ BLOCK_HEADS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", BLOCK_HEADS)
-def test_a_block_head_is_served_with_its_whole_block(tmp_path, printed, algorithm):
-    method, own, drafts = BLOCK_HEADS[algorithm]
+def write_block_head(folder: pathlib.Path, algorithm: str) -> pathlib.Path:
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     shape = dict.fromkeys(sizes, 8) | {"rope_theta": 1e4, "num_hidden_layers": 1}
     block = {"block_size": 8, "mask_token_id": 0, "target_layer_ids": [1]}
-    head = tmp_path / "run/export"
+    head = folder / "run/export"
     head.mkdir(parents=True)
-    (head / "config.json").write_text(json.dumps(shape | block | own))
+    (head / "config.json").write_text(json.dumps(shape | block | BLOCK_HEADS[algorithm][1]))
+    return head
+
+
+@pytest.mark.parametrize("algorithm", BLOCK_HEADS)
+def test_a_block_head_is_served_with_its_whole_block(tmp_path, printed, algorithm):
+    method, _, drafts = BLOCK_HEADS[algorithm]
+    head = write_block_head(tmp_path, algorithm)
     vllm, sglang = (printed(engine, write_config(tmp_path, "org/model")) for engine in ("vllm", "sglang"))
     asked = {"method": method, "model": str(head), "num_speculative_tokens": drafts}
     assert json.loads(vllm.stdout.split("'")[1]) == asked
     flags = f"--speculative-algorithm {algorithm} --speculative-draft-model-path {head}"
     assert f"{flags} \\\n  --speculative-num-draft-tokens {drafts + 1} \\\n" in sglang.stdout
     assert not vllm.stderr and not sglang.stderr
+
+
+def test_on_tpus(tmp_path, printed):
+    """tpu-inference is vLLM's command for its own form; sglang-jax drafts chains."""
+    config = write_config(tmp_path, "org/model")
+    tpu, jax = (printed(engine, config) for engine in ("tpu-inference", "sglang-jax"))
+    asked = json.loads(tpu.stdout.split("'")[1])
+    assert asked == {"method": "eagle3", "model": f"{tmp_path}/run/export-vllm", "num_speculative_tokens": 2}
+    assert f"--from {tmp_path}/run/export --to vllm {tmp_path}/run/export-vllm" in tpu.stderr
+    assert "python -m sgl_jax.launch_server --model-path org/model" in jax.stdout and "--to" not in jax.stderr
+    assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in jax.stdout
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_block_head_on_tpus(tmp_path, printed, scaled):
+    """With what makes tpu-inference rotate as the head was trained, where that can be."""
+    target = dataclasses.replace(TARGET, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64) if scaled else None)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/config.json").write_text(json.dumps(target.to_hf()))
+    config = write_config(tmp_path, str(tmp_path / "target"))
+    write_block_head(tmp_path, "DFLASH")
+    tpu, jax = (printed(engine, config) for engine in ("tpu-inference", "sglang-jax"))
+    section = {"rope_type": "default", "rope_theta": target.rope_theta, "scale_factor": 1.0}
+    if scaled:
+        assert "nothing makes tpu-inference rotate" in tpu.stderr and "--hf-overrides" not in tpu.stdout
+    else:
+        assert json.loads(tpu.stdout.split("'")[3]) == {"rope_theta": 1e4, "rope_parameters": section}
+    sizes = "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 8"
+    assert sizes in jax.stdout and not jax.stderr
 
 
 def test_without_a_measurement_it_is_the_evaluated_one_and_a_warning_tells(tmp_path, printed):

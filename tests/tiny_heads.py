@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -149,9 +150,23 @@ def alter(folder: pathlib.Path, tensors: dict[str, Any] | None = None, **fields:
 
 def table(engines: Engines, title: str) -> str:
     """The Markdown of a table of compatibility, as pages have it."""
-    rows = [(title, *engines.versions), ("---",) * (len(engines.versions) + 1)]
-    rows += [(name, *cells) for name, cells in engines.since.items()]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return markdown(
+        title, engines.versions, {row: [engines.cell(x, row) for x in engines.versions] for row in engines.since}
+    )
+
+
+def sources(title: str, *tables: Engines) -> str:
+    """The Markdown of where the code of the engines with columns says what tables have."""
+    rows = {row: table for table in tables for row in {**table.since, **table.by_target}}
+    names = list(tables[0].columns)
+    places = {row: [table.columns[x].get(row, ("", ""))[1] for x in names] for row, table in rows.items()}
+    return markdown(title, names, places)
+
+
+def markdown(title: str, columns: Iterable[str], rows: Mapping[str, Iterable[str]]) -> str:
+    lines = [(title, *columns), *((name, *cells) for name, cells in rows.items())]
+    lines.insert(1, ("---",) * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def assert_same(one: Draft, other: Draft) -> None:

@@ -60,6 +60,14 @@ find_python() {
   fail "needs Python 3.$LEAST or newer, found ${found:-no Python}. Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
 }
 
+# print_command ENGINE CONFIG: prints the command that serves a run's target and head there.
+print_command() {
+  local script got=${*:2}
+  script=$(basename "$0")
+  [[ $# -eq 2 && -f $2 ]] || fail "got ${got:-nothing}, expected a config: bash tools/$script configs/llama31_8b.yaml"
+  "$VENV/bin/python" tools/draft_size.py "$2" "$1" || fail "$2: see above."
+}
+
 # Tells whether this machine has TPU chips, as `machine.has_tpu` of the package does; DEVICES names another /dev.
 has_tpu() {
   compgen -G "${DEVICES:-/dev}/accel*" >/dev/null || compgen -G "${DEVICES:-/dev}/vfio/[0-9]*" >/dev/null

@@ -4,5 +4,4 @@
 #     bash tools/serve_sglang.sh configs/llama31_8b.yaml
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-[[ $# -eq 1 && -f $1 ]] || fail "got ${*:-nothing}, expected a config: bash tools/serve_sglang.sh configs/llama31_8b.yaml"
-"$VENV/bin/python" tools/draft_size.py "$1" sglang || fail "$1: see above."
+print_command sglang "$@"

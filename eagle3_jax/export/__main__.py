@@ -133,6 +133,8 @@ def _write(head: StoredHead, form: str, folder: disk.Path, identity: dict[str, A
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
     if engines := head.kind.served_by(head, form):
         print(f"{folder}: {engines}", file=sys.stderr)
+    if warning := head.kind.warning(head, form):
+        print(f"{folder}: warning: {warning}", file=sys.stderr)
     name = (head.verifier or {}).get("name_or_path")
     if form == SPECULATORS.name and name and packaged_model(name):
         print(

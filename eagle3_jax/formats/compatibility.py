@@ -1,7 +1,8 @@
 """`Engines`, a table of compatibility: which engine runs which heads of a kind, and from which version on.
 
 `export` refuses by these tables alone a head that the form's own engine cannot run, and names by them the engines that
-serve the written one. The tables are those of `eagle3` and `blocks.compatibility`; pages of docs/ repeat them.
+serve the written one. The tables are those of `eagle3`, `blocks.compatibility`, `mtp` and `eagle2.heads`, with columns
+of `engines`; docs/engines.md repeats them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from eagle3_jax.formats.kinds import StoredHead
 SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
 _NO = (SILENT, FAILS, UNKNOWN)
 Rows = Mapping[str, tuple[str, ...]]
+Column = Mapping[str, tuple[str, str]]  # row -> its cell, and where the engine's code says so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,9 @@ class Engines:
 
     Attributes:
         versions: each engine, and the newest version whose code was read.
-        since: property of a head -> for each engine the first version that runs it, or what the engine does instead.
+        since: property of a head -> for each of the first engines the first version that runs it, or what the engine
+            does instead.
+        columns: the same for each of the other engines; a row that is not there is `UNKNOWN`.
         readers: form -> the engines that read it; the first one decides which heads the form can hold.
         used: (a head, a form) -> the rows that apply to it, each with its reason: field, got, expected; "" where the
             row is not due to the head.
@@ -35,6 +39,7 @@ class Engines:
     readers: Mapping[str, Sequence[str]]
     used: Callable[[StoredHead, str], Iterator[tuple[str, str]]]
     by_target: Rows = dataclasses.field(default_factory=dict)
+    columns: Mapping[str, Column] = dataclasses.field(default_factory=dict)
     without: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def cannot_run(self, engine: str, head: StoredHead, form: str) -> list[str]:
@@ -59,9 +64,19 @@ class Engines:
                 able.append(f"{engine} {max(cells.values(), key=_order)}")
         return "; ".join([f"served by {', '.join(able)} and later" if able else "served by no engine", *others])
 
+    def ignored(self, engine: str, head: StoredHead, form: str, about: str) -> list[str]:
+        """Lists the rows `about` something that an engine reads in a form, and ignores."""
+        rows = [row for row, _ in self.used(head, form) if row.startswith(about)]
+        return [x for x in rows if engine in self.readers.get(form, ()) and self.cell(engine, x) == SILENT]
+
     def _cells(self, engine: str, used: Mapping[str, str]) -> dict[str, str]:
-        column, rows = list(self.versions).index(engine), {**self.since, **self.by_target}
-        return {name: rows[name][column] for name in used}
+        return {name: self.cell(engine, name) for name in used}
+
+    def cell(self, engine: str, row: str) -> str:
+        """Returns the first version of an engine that runs what a row names, or what it does instead."""
+        if engine in self.columns:
+            return self.columns[engine].get(row, (UNKNOWN, ""))[0]
+        return {**self.since, **self.by_target}[row][list(self.versions).index(engine)]
 
 
 def _order(version: str) -> tuple[int, ...]:

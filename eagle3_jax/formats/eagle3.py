@@ -1,6 +1,6 @@
 """Heads of EAGLE-3 and EAGLE-3.1 on disk, in the forms of `forms`, and the engines that run them.
 
-docs/serve-in-sglang-and-vllm.md repeats `SINCE`.
+docs/engines.md repeats `SINCE`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from eagle3_jax.formats import fields
+from eagle3_jax.formats import engines, fields
 from eagle3_jax.formats.compatibility import FAILS, SILENT, UNKNOWN, Engines
 from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS, SPECULATORS, form_of
 from eagle3_jax.formats.kinds import StoredHead
@@ -27,9 +27,7 @@ ENGINES = {
     "SGLang": "0.5.23",
     "vLLM": "0.33.0",
     "EAGLE": "cb7e084 (2026-02)",
-    "sglang-jax": "cddbf6f (2026-08)",
-    "tpu-inference": "b8692ff (2026-08)",
-    "llama.cpp": "2026.10",
+    **engines.VERSIONS,
 }
 # Property of a head -> for each engine the first version known to run it, or the engine's behaviour instead. Read from
 # - SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23: models/llama_eagle3.py, llama.py, eagle_worker.py,
@@ -38,37 +36,32 @@ ENGINES = {
 #   0.32.0 alone: qwen3_eagle3.py, and windows;
 #   0.24.0 and 0.25.0: configs/speculators/algos.py. 0.21.0 has neither norm, and exactly three aux layers. Up to 0.24.0
 #   the form of speculators passes neither flag on;
-# - EAGLE's model/cnets.py, which loads with strict=False;
-# - sglang-jax's models/llama_eagle3.py, which maps tensors by a fixed list, and model_runner.py, which reads aux layers
-#   from the target's config;
-# - tpu-inference's models/jax/llama_eagle3.py, llama3.py and weight_utils.py: an unmapped tensor other than `t2d` is an
-#   error, an unknown key is not;
-# - llama.cpp's src/models/eagle3.cpp (0274f0f), and heads run in the wheel xllamacpp 2026.10, whose llama.cpp is newer.
+# - EAGLE's model/cnets.py, which loads with strict=False.
 SINCE = {
-    # head: SGLang, vLLM, EAGLE, sglang-jax, tpu-inference, llama.cpp
-    "EAGLE-3": ("0.4.5", "0.21.0", "cb7e084", "cddbf6f", "b8692ff", "2026.10"),
-    "other aux layers": ("0.4.9", "0.21.0", SILENT, SILENT, SILENT, "2026.10"),
-    "other aux layers of DeepSeek, the first not 2": (SILENT, "0.21.0", SILENT, SILENT, SILENT, UNKNOWN),
-    "aux layers, not three": ("0.5.12", "0.22.0", FAILS, FAILS, FAILS, FAILS),
-    "aux layer 0 or n": (FAILS, "0.21.0", SILENT, SILENT, SILENT, UNKNOWN),
-    "`fc_norm`": ("0.5.12", "0.22.0", SILENT, SILENT, FAILS, FAILS),
-    "`norm_output`": ("0.5.12", "0.22.0", SILENT, SILENT, SILENT, SILENT),
-    "either in the form `speculators`": (FAILS, "0.25.0", FAILS, FAILS, UNKNOWN, FAILS),
-    "`norm_before_residual`": (SILENT, "0.21.0", SILENT, SILENT, "b8692ff", "2026.10"),
-    "`norm_before_fc`": ("0.5.23", "0.21.0", SILENT, SILENT, FAILS, "2026.10"),
-    "`qk_norm`": (SILENT, "0.32.0", SILENT, SILENT, FAILS, FAILS),
-    "`sliding_window`": (SILENT, "0.32.0", SILENT, SILENT, SILENT, SILENT),
-    "RoPE `llama3`": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff", "2026.10"),
-    "RoPE `linear`": ("0.4.5", "0.21.0", "cb7e084", FAILS, UNKNOWN, "2026.10"),
-    "RoPE `linear`, `rope_theta` not 10000": ("0.4.5", "0.21.0", SILENT, FAILS, UNKNOWN, "2026.10"),
-    "RoPE `yarn`": ("0.4.9", "0.21.0", FAILS, UNKNOWN, UNKNOWN, UNKNOWN),
-    "RoPE `yarn`, `truncate` false": ("0.5.12", "0.21.0", FAILS, UNKNOWN, UNKNOWN, UNKNOWN),
-    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", FAILS, UNKNOWN, UNKNOWN, UNKNOWN),
-    "`head_dim` of its own": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff", "2026.10"),
-    "not as wide as the target": ("0.4.5", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN, UNKNOWN),
-    "whole vocabulary": ("0.4.9", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN, "2026.10"),
-    "the target's LM head": ("0.5.2", "0.21.0", SILENT, "cddbf6f", UNKNOWN, "2026.10"),
-    "rows of the target's LM head": (SILENT, UNKNOWN, SILENT, SILENT, UNKNOWN, FAILS),
+    # head: SGLang, vLLM, EAGLE
+    "EAGLE-3": ("0.4.5", "0.21.0", "cb7e084"),
+    "other aux layers": ("0.4.9", "0.21.0", SILENT),
+    "other aux layers of DeepSeek, the first not 2": (SILENT, "0.21.0", SILENT),
+    "aux layers, not three": ("0.5.12", "0.22.0", FAILS),
+    "aux layer 0 or n": (FAILS, "0.21.0", SILENT),
+    "`fc_norm`": ("0.5.12", "0.22.0", SILENT),
+    "`norm_output`": ("0.5.12", "0.22.0", SILENT),
+    "either in the form `speculators`": (FAILS, "0.25.0", FAILS),
+    "`norm_before_residual`": (SILENT, "0.21.0", SILENT),
+    "`norm_before_fc`": ("0.5.23", "0.21.0", SILENT),
+    "`qk_norm`": (SILENT, "0.32.0", SILENT),
+    "`sliding_window`": (SILENT, "0.32.0", SILENT),
+    "RoPE `llama3`": ("0.4.5", "0.21.0", FAILS),
+    "RoPE `linear`": ("0.4.5", "0.21.0", "cb7e084"),
+    "RoPE `linear`, `rope_theta` not 10000": ("0.4.5", "0.21.0", SILENT),
+    "RoPE `yarn`": ("0.4.9", "0.21.0", FAILS),
+    "RoPE `yarn`, `truncate` false": ("0.5.12", "0.21.0", FAILS),
+    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", FAILS),
+    "`head_dim` of its own": ("0.4.5", "0.21.0", FAILS),
+    "not as wide as the target": ("0.4.5", "0.21.0", "cb7e084"),
+    "whole vocabulary": ("0.4.9", "0.21.0", "cb7e084"),
+    "the target's LM head": ("0.5.2", "0.21.0", SILENT),
+    "rows of the target's LM head": (SILENT, UNKNOWN, SILENT),
 }
 # Property of a target, whose hidden states an engine must capture -> the same. Read from the target's own class in the
 # same versions (vLLM: 0.21.0, 0.22.0 and 0.32.0; 0.33.0 is the same).
@@ -81,21 +74,21 @@ SINCE = {
 # - EAGLE captures in its own Llama and Qwen 3 alone, sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py.
 #   Models that tpu-inference leaves to vLLM's classes were not tried.
 BY_TARGET = {
-    "aux layer 0 of DeepSeek": (FAILS, FAILS, SILENT, SILENT, SILENT, UNKNOWN),
-    "aux layer n of DeepSeek": (FAILS, "0.32.0", SILENT, SILENT, SILENT, UNKNOWN),
-    "Qwen2ForCausalLM": ("0.5.2", "0.21.0", FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "Qwen3ForCausalLM": ("0.4.9", "0.21.0", "cb7e084", "cddbf6f", UNKNOWN, UNKNOWN),
-    "Qwen3MoeForCausalLM": ("0.4.9", "0.21.0", FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "Gemma3ForCausalLM": (SILENT, FAILS, FAILS, FAILS, FAILS, UNKNOWN),
-    "Llama4ForCausalLM": ("0.4.9", "0.21.0", FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "GptOssForCausalLM": ("0.5.2", "0.21.0", FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "DeepseekV3ForCausalLM": ("0.5.11", "0.21.0", FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "Lfm2ForCausalLM": (FAILS, FAILS, FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "Lfm2MoeForCausalLM": (FAILS, FAILS, FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "Qwen3_5ForCausalLM": ("0.5.23", "0.32.0", FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "Qwen3_5MoeForCausalLM": ("0.5.23", "0.32.0", FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "Qwen3NextForCausalLM": ("0.5.23", "0.32.0", FAILS, FAILS, UNKNOWN, UNKNOWN),
-    "MiMoForCausalLM": (FAILS, FAILS, FAILS, FAILS, FAILS, UNKNOWN),
+    "aux layer 0 of DeepSeek": (FAILS, FAILS, SILENT),
+    "aux layer n of DeepSeek": (FAILS, "0.32.0", SILENT),
+    "Qwen2ForCausalLM": ("0.5.2", "0.21.0", FAILS),
+    "Qwen3ForCausalLM": ("0.4.9", "0.21.0", "cb7e084"),
+    "Qwen3MoeForCausalLM": ("0.4.9", "0.21.0", FAILS),
+    "Gemma3ForCausalLM": (SILENT, FAILS, FAILS),
+    "Llama4ForCausalLM": ("0.4.9", "0.21.0", FAILS),
+    "GptOssForCausalLM": ("0.5.2", "0.21.0", FAILS),
+    "DeepseekV3ForCausalLM": ("0.5.11", "0.21.0", FAILS),
+    "Lfm2ForCausalLM": (FAILS, FAILS, FAILS),
+    "Lfm2MoeForCausalLM": (FAILS, FAILS, FAILS),
+    "Qwen3_5ForCausalLM": ("0.5.23", "0.32.0", FAILS),
+    "Qwen3_5MoeForCausalLM": ("0.5.23", "0.32.0", FAILS),
+    "Qwen3NextForCausalLM": ("0.5.23", "0.32.0", FAILS),
+    "MiMoForCausalLM": (FAILS, FAILS, FAILS),
 }
 
 WITHOUT = {
@@ -200,7 +193,7 @@ EAGLE3 = StoredKind(
     described=_described,
     table=draft_table,
     values=lambda head, form: FORMS[form].write(head),
-    engines=Engines(ENGINES, SINCE, READERS, used, by_target=BY_TARGET, without=WITHOUT),
+    engines=Engines(ENGINES, SINCE, READERS, used, BY_TARGET, engines.EAGLE3, WITHOUT),
     canonical=canonical,
     spelled=lambda name, form: name.replace(LAYER, FORMS[form].layer),
     on_disk=_on_disk,

@@ -69,7 +69,7 @@ SGLANG = Form(
 # --------------------------------------------------------------------------------------------------------------- vllm
 # vLLM, under its own architecture name: SGLang refuses what it would misread. vLLM (models/llama_eagle3.py and
 # v1/worker/gpu_model_runner.py, 0.32.0) takes boundaries, at top level or else in `eagle_config`. It expects three of
-# them unless `num_aux_hidden_states` gives another number. tpu-inference (models/jax/llama_eagle3.py, b8692ff) knows
+# them unless `num_aux_hidden_states` gives another number. tpu-inference (models/jax/llama_eagle3.py, 0.32.0) knows
 # the first name alone, and tensors `midlayer.*`.
 #
 # A head with norms of queries and keys is vLLM's Qwen 3 class (models/qwen3_eagle3.py, 0.32.0). Both classes read the

@@ -82,6 +82,10 @@ class DraftKind:
         """Names the engines that run the head as trained, with their first version, then those that read it only."""
         return ""
 
+    def warning(self, head: StoredHead, form: str) -> str:
+        """Warns of an engine that reads the form and rotates otherwise than its config.json says, without an error."""
+        return ""
+
     def block(self, folder: pathlib.Path) -> int | None:
         """Returns how many tokens the head in a folder drafts at once; None: its chains are as long as asked for."""
         return None

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.formats import fields, files
+from eagle3_jax.formats import engines, fields, files
+from eagle3_jax.formats.compatibility import SILENT, Engines
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.kinds import DraftKind, Path, StoredHead
 from eagle3_jax.formats.stored import filled, to_tensors
@@ -42,11 +43,22 @@ _LAYERS: dict[type[ModelConfig], tuple[type[MtpHead], Callable[[Any], dict[str, 
     DeepseekV3Config: (deepseek_mtp.DeepseekMtp, deepseek_mtp.table),
     **dict.fromkeys((Qwen35Config, Qwen35MoeConfig, Qwen3NextConfig), (qwen3_5_mtp.Qwen35Mtp, qwen3_5_mtp.table)),
 }
-# Form -> why its engine cannot run a family's layer as it is trained here.
-_REFUSED: dict[tuple[type[ModelConfig], str], str] = {
-    (MimoConfig, "vllm"): "vLLM feeds MiMo's layer the state before the final norm",
-}
-_FORMS = ("sglang", "vllm")
+_ROWS = dict(zip((MimoConfig, DeepseekV3Config), engines.MTP_ROWS, strict=False))
+
+
+def _used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
+    mimo = isinstance(head.config, MimoConfig)
+    why = "vLLM feeds MiMo's layer the state before the final norm" if mimo else ""
+    yield _ROWS.get(type(head.config), engines.MTP_ROWS[-1]), why
+
+
+ENGINES = Engines(
+    {"SGLang": "0.5.23", "vLLM": "0.32.0", **engines.VERSIONS},
+    {row: ("0.5.23", SILENT if row == _ROWS[MimoConfig] else "0.32.0") for row in engines.MTP_ROWS},
+    {"sglang": ("SGLang", engines.SGLANG_JAX), "vllm": ("vLLM", engines.TPU_INFERENCE)},
+    _used,
+    columns=engines.MTP,
+)
 
 
 def head_of(shape: ModelConfig, field: str = "draft") -> type[MtpHead]:
@@ -126,9 +138,10 @@ class MtpKind(DraftKind):
     def write(self, folder: pathlib.Path, head: StoredHead, form: str) -> None:
         """See `DraftKind`; `form` is the engine that reads it, "sglang" or "vllm"."""
         shape, dtype = head.config, next(iter(head.tensors.values())).dtype
-        able = [name for name in _FORMS if (type(shape), name) not in _REFUSED]
+        refused = {name: ENGINES.cannot_run(readers[0], head, name) for name, readers in ENGINES.readers.items()}
+        able = [name for name, problems in refused.items() if not problems]
         if form not in able:
-            why = _REFUSED.get((type(shape), form), "the form has no MTP layers")
+            why = refused[form][0] if form in refused else "the form has no MTP layers"
             raise DraftFormatError(f"export.format: got {form!r}, expected {' or '.join(map(repr, able))}: {why}")
         if head.problems:
             raise DraftFormatError("this layer cannot be saved:\n  " + "\n  ".join(head.problems))
@@ -138,6 +151,10 @@ class MtpKind(DraftKind):
         found = StoredHead(self, _shape_of(folder, shape), tensors, head.token_ids)
         if not found.same(dataclasses.replace(head, config=found.config)):
             raise DraftFormatError(f"{folder}: the layer does not read back the same; is the disk full?")
+
+    def served_by(self, head: StoredHead, form: str) -> str:
+        """See `DraftKind`."""
+        return ENGINES.served_by(head, form)
 
 
 MTP = MtpKind(

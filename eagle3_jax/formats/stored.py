@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from eagle3_jax.formats import files
 from eagle3_jax.formats.compatibility import Engines
+from eagle3_jax.formats.engines import TPU_INFERENCE
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS, LLAMA_CPP
 from eagle3_jax.formats.kinds import BLOCKS, AnyTarget, DraftKind, Path, StoredHead
@@ -202,6 +203,14 @@ class StoredKind(DraftKind):
     def served_by(self, head: StoredHead, form: str) -> str:
         """See `DraftKind`."""
         return f"served by {form}" if form == EAGLE3_JAX.name else self.engines.served_by(head, form)
+
+    def warning(self, head: StoredHead, form: str) -> str:
+        """See `DraftKind`."""
+        rows = self.engines.ignored(TPU_INFERENCE, head, form, "RoPE")
+        if not rows:
+            return ""
+        remedy = "tools/serve_tpu_inference.sh prints the overrides that set a block head right, where there are any"
+        return f"{TPU_INFERENCE} rotates by another RoPE, without an error ({'; '.join(rows)}): {remedy}"
 
     def block(self, folder: pathlib.Path) -> int | None:
         """See `DraftKind`. Raises DraftFormatError: config.json does not describe such a head."""

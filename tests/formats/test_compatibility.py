@@ -5,7 +5,6 @@ import pathlib
 from typing import Any
 
 import pytest
-import tiny_heads
 from tiny_heads import TARGET, make_draft
 
 from eagle3_jax.formats.eagle3 import BY_TARGET, EAGLE3
@@ -13,10 +12,9 @@ from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.formats.kinds import StoredHead
 from eagle3_jax.models.families import FAMILIES
-from eagle3_jax.models.layers import YarnScaling
+from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 
 YARN = YarnScaling(4.0, 1024, truncate=False)
-DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/serve-in-sglang-and-vllm.md"
 
 
 def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
@@ -31,16 +29,16 @@ def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
         (
             "vllm",
             {"fc_norm": True},
-            "served by vLLM 0.22.0 and later; not by tpu-inference (to b8692ff (2026-08)): `fc_norm` fails",
+            "served by vLLM 0.22.0 and later; not by tpu-inference (to 0.32.0): `fc_norm` fails",
         ),
         ("speculators", {"fc_norm": True}, "served by vLLM 0.25.0 and later"),
         (
             "sglang",
             {"norm_before_fc": True, "rope_scaling": YARN},
             "served by SGLang 0.5.23, vLLM 0.21.0 and later; not by sglang-jax (to cddbf6f (2026-08)): "
-            "`norm_before_fc` ignored, RoPE `yarn` not known, RoPE `yarn`, `truncate` false not known",
+            "`norm_before_fc` ignored, RoPE `yarn`, `truncate` false ignored",
         ),
-        ("eagle", {"head_dim": 4}, "served by vLLM 0.21.0, EAGLE cb7e084, tpu-inference b8692ff and later"),
+        ("eagle", {"head_dim": 4}, "served by vLLM 0.21.0, EAGLE cb7e084, tpu-inference 0.32.0 and later"),
     ],
 )
 def test_the_engines_that_run_a_head_are_named(form: str, head: dict[str, Any], text: str) -> None:
@@ -108,7 +106,7 @@ def test_of_deepseek_engines_count_and_capture_other_layers() -> None:
         (
             "eagle",
             "Qwen3ForCausalLM",
-            "served by vLLM 0.21.0, EAGLE cb7e084 and later; not by tpu-inference (to b8692ff",
+            "served by vLLM 0.21.0, EAGLE cb7e084 and later; not by tpu-inference (to 0.32.0): Qwen3",
         ),
     ],
 )
@@ -119,7 +117,15 @@ def test_an_engine_that_cannot_draft_for_the_target_is_not_promised(form: str, a
     assert EAGLE3.refusals(head, form) == []
 
 
-def test_every_family_but_llama_has_its_row_and_the_document_has_the_table() -> None:
+def test_every_family_but_llama_has_its_row() -> None:
     families = {family.config.architecture for family in FAMILIES} - {"LlamaForCausalLM"}
     assert families <= BY_TARGET.keys()
-    assert tiny_heads.table(EAGLE3.engines, "head") in DOCUMENT.read_text()
+
+
+def test_export_warns_of_a_rope_that_tpu_inference_misreads() -> None:
+    """For a form that it reads."""
+    linear, llama3 = (stored(rope_scaling=x) for x in (LinearScaling(4.0), RopeScaling(8.0, 1.0, 4.0, 64)))
+    assert EAGLE3.warning(linear, "vllm").startswith(
+        "tpu-inference rotates by another RoPE, without an error (RoPE `linear`)"
+    )
+    assert EAGLE3.warning(linear, "sglang") == EAGLE3.warning(llama3, "vllm") == EAGLE3.warning(stored(), "vllm") == ""

@@ -11,36 +11,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from eagle3_jax.formats import engines
 from eagle3_jax.formats.compatibility import FAILS, SILENT, Engines
 from eagle3_jax.formats.kinds import StoredHead
-from eagle3_jax.models.drafts.dflash import FULL
+from eagle3_jax.models.drafts.dflash import FULL, SLIDING
 
 CPU: Final = "vLLM on a CPU"
-VERSIONS = {"SGLang": "0.5.23", "vLLM": "0.32.0", CPU: "0.32.0", "llama.cpp": "2026.10"}
+VERSIONS = {"SGLang": "0.5.23", "vLLM": "0.32.0", CPU: "0.32.0", **engines.VERSIONS}
 # Form -> its engines; the first one decides which heads the form can hold.
 READERS = {
-    "sglang": ("SGLang", "vLLM", CPU),
-    "vllm": ("vLLM", CPU, "SGLang"),
+    "sglang": ("SGLang", "vLLM", CPU, engines.SGLANG_JAX),
+    "vllm": ("vLLM", CPU, "SGLang", engines.TPU_INFERENCE),
     "speculators": ("vLLM", CPU),
-    "llama.cpp": ("llama.cpp",),
+    "llama.cpp": (engines.LLAMA_CPP,),
 }
+ROPE: Final = "RoPE, as config.json has it"
 # Property of a head -> for each engine the first version known to run it, or the engine's behaviour instead.
 SINCE = {
-    # block head: SGLang, vLLM, vLLM on a CPU, llama.cpp
-    "DFlash": ("0.5.23", "0.32.0", "0.32.0", "2026.10"),
-    "DSpark": ("0.5.23", "0.32.0", FAILS, "2026.10"),
-    "DFlash2": ("0.5.23", "0.32.0", FAILS, "2026.10"),
-    "several layers": ("0.5.23", "0.32.0", SILENT, "2026.10"),
-    "draft vocabulary": (SILENT, "0.32.0", "0.32.0", "2026.10"),
-    "draft vocabulary, no LM head": (SILENT, SILENT, SILENT, FAILS),
-    "draft vocabulary of DFlash2": (FAILS, FAILS, FAILS, FAILS),
-    "`hidden_size` below k (k + 1), k = `selector_top_k`": ("0.5.23", "0.32.0", "0.32.0", FAILS),
-    "full and sliding layers": ("0.5.23", "0.32.0", FAILS, "2026.10"),
-    "causal and bidirectional layers": ("0.5.23", "0.32.0", "0.32.0", FAILS),
-    "both in the form `speculators`": (FAILS, SILENT, FAILS, FAILS),
-    "causal full layers in the form `speculators`": (FAILS, SILENT, SILENT, FAILS),
-    "RoPE `llama3`, `linear` or `yarn`": ("0.5.23", "0.32.0", "0.32.0", SILENT),
-    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", "0.32.0", SILENT),
+    # block head: SGLang, vLLM, vLLM on a CPU
+    "DFlash": ("0.5.23", "0.32.0", "0.32.0"),
+    "DSpark": ("0.5.23", "0.32.0", FAILS),
+    "DFlash2": ("0.5.23", "0.32.0", FAILS),
+    "several layers": ("0.5.23", "0.32.0", SILENT),
+    "draft vocabulary": (SILENT, "0.32.0", "0.32.0"),
+    "draft vocabulary, no LM head": (SILENT, SILENT, SILENT),
+    "draft vocabulary of DFlash2": (FAILS, FAILS, FAILS),
+    "`hidden_size` below k (k + 1), k = `selector_top_k`": ("0.5.23", "0.32.0", "0.32.0"),
+    "full and sliding layers": ("0.5.23", "0.32.0", FAILS),
+    "sliding layers": ("0.5.23", "0.32.0", "0.32.0"),
+    "causal full layers": ("0.5.23", "0.32.0", "0.32.0"),
+    "causal and bidirectional layers": ("0.5.23", "0.32.0", "0.32.0"),
+    "both in the form `speculators`": (FAILS, SILENT, FAILS),
+    "causal full layers in the form `speculators`": (FAILS, SILENT, SILENT),
+    "`head_dim` not 64 or a multiple of 128": ("0.5.23", "0.32.0", "0.32.0"),
+    ROPE: ("0.5.23", "0.32.0", "0.32.0"),
+    "RoPE `llama3`, `linear` or `yarn`": ("0.5.23", "0.32.0", "0.32.0"),
+    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", "0.32.0"),
 }
 
 WITHOUT = {
@@ -69,6 +75,13 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
     if head.kind.name == "dflash2" and c.hidden_size < lattice:
         narrow = f"selector_top_k: got {c.selector_top_k}, expected k (k + 1) up to hidden_size = {c.hidden_size}"
         yield "`hidden_size` below k (k + 1), k = `selector_top_k`", narrow
+    if SLIDING in c.layer_types:
+        yield "sliding layers", ""
+    if any(one and kind == FULL for one, kind in zip(causal, c.layer_types, strict=True)):
+        yield "causal full layers", ""
+    if c.head_dim != 64 and c.head_dim % 128:
+        yield "`head_dim` not 64 or a multiple of 128", ""
+    yield ROPE, ""
     if len(set(causal)) > 1:
         yield "causal and bidirectional layers", f"{types} without is_causal, expected one causality"
     if mixed:
@@ -86,4 +99,4 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
         yield "RoPE `yarn`, `attention_factor`", f"rope_scaling.attention_factor: got {got}, expected none"
 
 
-ENGINES = Engines(VERSIONS, SINCE, READERS, used, without=WITHOUT)
+ENGINES = Engines(VERSIONS, SINCE, READERS, used, columns=engines.BLOCKS, without=WITHOUT)

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.formats import fields, files
+from eagle3_jax.formats import engines, fields, files
+from eagle3_jax.formats.compatibility import Engines
 from eagle3_jax.formats.eagle2 import token_maps
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.kinds import DraftKind, Path
@@ -29,6 +30,14 @@ from eagle3_jax.models.target_config import ModelConfig
 
 # The architecture's names in SafeAILab's code, SGLang and vLLM.
 _ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+# What other engines do with such a head, see docs/engines.md (SGLang's and vLLM's models/llama_eagle.py).
+ENGINES = Engines(
+    {"SGLang": "0.5.23", "vLLM": "0.32.0", **engines.VERSIONS},
+    {"EAGLE-2": ("0.5.23", "0.32.0")},
+    {},
+    lambda head, form: iter(()),
+    columns=engines.EAGLE2,
+)
 ONLY_EAGLE3 = (f"{LAYER}hidden_norm.weight", "norm.weight", "d2t")
 _FIXED = {"hidden_act": "silu", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
 

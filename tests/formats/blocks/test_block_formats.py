@@ -434,18 +434,22 @@ def test_what_the_forms_engine_cannot_run_is_refused(tmp_path, form, kind, chang
 def test_engines_that_run_a_head_are_named() -> None:
     assert DFLASH.served_by(stored(DFLASH2, draft_vocab_size=DRAFT_VOCAB), "eagle3_jax") == "served by eagle3_jax"
     sentences = {kind.name: DFLASH.served_by(stored(kind, layer_types=(FULL,)), "vllm") for kind in BLOCKS}
-    assert sentences["dflash"] == "served by SGLang 0.5.23, vLLM 0.32.0, vLLM on a CPU 0.32.0 and later"
-    assert sentences["dspark"] == (
-        "served by SGLang 0.5.23, vLLM 0.32.0 and later; not by vLLM on a CPU (to 0.32.0): DSpark fails"
+    unread = "`head_dim` not 64 or a multiple of 128 fails, RoPE, as config.json has it ignored"
+    assert sentences["dflash"] == (
+        "served by SGLang 0.5.23, vLLM 0.32.0, vLLM on a CPU 0.32.0 and later; "
+        f"not by tpu-inference (to 0.32.0): {unread}"
     )
+    assert sentences["dspark"] == (
+        "served by SGLang 0.5.23, vLLM 0.32.0 and later; not by vLLM on a CPU (to 0.32.0): DSpark fails; "
+        f"not by tpu-inference (to 0.32.0): DSpark fails, {unread}"
+    )
+    assert "; not by sglang-jax (to cddbf6f (2026-08)): sliding layers ignored" in DFLASH.served_by(
+        stored(DFLASH, **SLIDE), "sglang"
+    )
+    assert "(RoPE, as config.json has it)" in DFLASH.warning(stored(DFLASH), "vllm")
     several = DFLASH.served_by(stored(DFLASH), "vllm")
-    assert several.endswith("and later; not by vLLM on a CPU (to 0.32.0): several layers ignored")
+    assert "and later; not by vLLM on a CPU (to 0.32.0): several layers ignored; not by" in several
     assert DFLASH.refusals(stored(DFLASH, **MIXED), "vllm") == []
     (problem,) = ENGINES.cannot_run(CPU, stored(DFLASH, **MIXED), "vllm")
     assert problem.startswith("layer_types: got ['sliding_attention', 'full_attention'], expected all of one type")
     assert ENGINES.cannot_run(CPU, stored(DFLASH, **SLIDE), "vllm") == []
-
-
-def test_the_page_repeats_the_table() -> None:
-    page = pathlib.Path(__file__).parents[3] / "docs/export-block-heads.md"
-    assert tiny_heads.table(ENGINES, "block head") in page.read_text()
