@@ -164,7 +164,7 @@ def sources(title: str, *tables: Engines) -> str:
 
 
 def markdown(title: str, columns: Iterable[str], rows: Mapping[str, Iterable[str]]) -> str:
-    lines = [(title, *columns), *((name, *cells) for name, cells in rows.items())]
+    lines: list[tuple[str, ...]] = [(title, *columns), *((name, *cells) for name, cells in rows.items())]
     lines.insert(1, ("---",) * len(lines[0]))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
