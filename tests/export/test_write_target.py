@@ -1,22 +1,26 @@
-"""A target that is written comes back as it was, in its dtype, in one file or several."""
+"""A target that is written comes back as it was, in its dtype, in one file or several, or as llama.cpp's file."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_families
+from gguf import GGUFReader
 from safetensors import safe_open
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.export import __main__ as export
-from eagle3_jax.export.write_target import write_target
+from eagle3_jax.export.write_target import write_gguf, write_target
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import identity
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.checkpoint.load import INDEX
+from eagle3_jax.models.families import FAMILIES
 
 
 @pytest.mark.slow
@@ -75,3 +79,64 @@ def test_the_command_writes_the_run_s_target(tmp_path, capsys):
     assert json.loads((tmp_path / "written/config.json").read_text())["torch_dtype"] == "bfloat16"
     with pytest.raises(SystemExit, match="written: exists already, expected a new folder"):
         export.main([*arguments, "--write-target", str(tmp_path / "written")])
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"rope_scaling": LLAMA3}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 16}),
+    ],
+)
+def test_llama_cpps_file_holds_the_same_target(tmp_path, name, changes):
+    family = next(family for family in FAMILIES if family.config.model_type == name)
+    target = tiny_families.write(tmp_path / "target", family, **changes)
+    (tmp_path / "again").mkdir()
+    write_gguf(target, tmp_path / "again/model.gguf")
+    for path in (tmp_path / "target").glob("*.json"):
+        shutil.copy(path, tmp_path / "again")
+    again = load_target(TargetConfig(name=str(tmp_path / "again"), aux_layers=tiny_families.AUX_LAYERS))
+    for got, expected in zip(*(jax.tree.leaves(x.model) for x in (again, target)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    reader, c = GGUFReader(tmp_path / "again/model.gguf"), target.model.config
+    said = {key.removeprefix(f"{name}."): x.contents() for key, x in reader.fields.items() if key.startswith(name)}
+    assert said == {
+        "context_length": 64,
+        "embedding_length": 32,
+        "block_count": 4,
+        "feed_forward_length": 48,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "attention.layer_norm_rms_epsilon": pytest.approx(c.rms_norm_eps),
+        "rope.dimension_count": c.head_dim,
+        "rope.freq_base": pytest.approx(c.rope_theta),
+    }
+    factors = [tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
+    if "rope_scaling" in changes:  # the longest waves are stretched by the whole factor, the shortest by none
+        assert (factors[0][0], factors[0][-1]) == (1, 8)
+    assert len(factors) == len(changes.keys() & {"rope_scaling"})
+    assert len(reader.fields["tokenizer.ggml.tokens"].data) == c.vocab_size
+
+
+def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path):
+    families = {family.config.model_type: family for family in FAMILIES}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    for name, changes, message in (
+        ("gemma3_text", {}, "target.name: got a gemma3_text, expected one of llama, qwen2, qwen3 for llama.cpp"),
+        ("llama", {"rope_scaling": yarn}, r"rope_scaling: got YarnScaling.*, expected none for llama.cpp, or Ll"),
+        ("qwen2", {"rope_scaling": LLAMA3}, r"rope_scaling: got RopeScaling\(.*, expected none for llama.cpp"),
+    ):
+        target = tiny_families.write(tmp_path / f"{name}-{len(changes)}", families[name], **changes)
+        with pytest.raises(ValueError, match=message):
+            write_gguf(target, tmp_path / "model.gguf")
+    eight = TargetConfig(name=str(tmp_path / "llama-1"), weights="int8", aux_layers=tiny_families.AUX_LAYERS)
+    with pytest.raises(ValueError, match="target.weights: got quantised matrices, expected None"):
+        write_gguf(load_target(eight), tmp_path / "model.gguf")

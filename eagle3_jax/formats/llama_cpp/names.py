@@ -16,7 +16,7 @@ EAGLE3, DFLASH = "eagle3", "dflash"
 D2T = "d2t"  # absolute target ids here, int64
 TOKENS, MASK = "tokenizer.ggml.tokens", "tokenizer.ggml.mask_token_id"
 # Key, without the architecture -> config.json's.
-_SIZES = {
+SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -26,13 +26,14 @@ _SIZES = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
-    "target_layers": AUX_LAYERS,
 }
 _FEATURES = ("target_hidden_size", "norm_before_residual", "norm_before_fc")
 _BLOCKS = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_LAYERS = {"target_layers": AUX_LAYERS}
 _OWN = {
-    EAGLE3: {name: name for name in _FEATURES},
-    DFLASH: {name: name for name in _BLOCKS}
+    EAGLE3: _LAYERS | {name: name for name in _FEATURES},
+    DFLASH: _LAYERS
+    | {name: name for name in _BLOCKS}
     | {"attention.sliding_window": "sliding_window", "attention.causal": "is_causal"},
 }
 _TOP = {
@@ -61,7 +62,7 @@ _CONVOLUTIONS = {"attn": "attention", "ffn": "mlp"}
 
 def keys(architecture: str) -> dict[str, str]:
     """Maps the keys of an architecture, without its name, to those of config.json."""
-    return _SIZES | _OWN[architecture]
+    return SIZES | _OWN[architecture]
 
 
 def tensors(architecture: str, layers: int) -> Mapping[str, str]:

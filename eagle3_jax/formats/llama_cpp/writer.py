@@ -52,7 +52,6 @@ def write(
     own = {name: values[name] for name in (*_KEPT, *spoilt) if values.get(name) is not None} | default
     said: dict[str, Any] = {ours: values.get(name) for ours, name in names.keys(architecture).items()}
     said |= {"target_layers": list(c.aux_layers or default_aux_layers(depth))}
-    said |= dict.fromkeys(("attention.value_length", "rope.dimension_count"), c.head_dim)
     if in_blocks:
         said |= {"attention.causal": c.causal(0), "sample_from_anchor": markov}
         said |= {"has_confidence_head": c.confidence} if markov else {}
@@ -61,9 +60,7 @@ def write(
     else:
         said |= {"target_hidden_size": c.target_hidden_size}
     file = GGUFWriter(path, architecture)
-    for key, value in said.items():
-        if value is not None:
-            _add(file, f"{architecture}.{key}", value)
+    add_keys(file, architecture, said, c.head_dim)
     file.add_string(reader.CONFIG, json.dumps(own))
     add_tokenizer(file, target, c.vocab_size)
     if in_blocks:
@@ -78,22 +75,34 @@ def write(
         file.add_tensor(spelled[name], data, raw_dtype=kind)
     if c.draft_vocab_size < c.vocab_size:
         file.add_tensor(names.D2T, token_ids.astype(np.int64))
-    if c.rope_scaling is not None:
+    add_scaling(file, c)
+    finish(file)
+    return held
+
+
+def add_keys(file: GGUFWriter, architecture: str, said: dict[str, Any], head_dim: int) -> None:
+    """Adds the keys of an architecture, without its name, that have a value, and those of one size of heads."""
+    for key, value in (said | dict.fromkeys(("attention.value_length", "rope.dimension_count"), head_dim)).items():
+        if isinstance(value, list):
+            file.add_array(f"{architecture}.{key}", value)
+        elif value is not None:
+            add = {bool: file.add_bool, int: file.add_uint32, float: file.add_float32}[type(value)]
+            add(f"{architecture}.{key}", value)
+
+
+def add_scaling(file: GGUFWriter, config: Any) -> None:
+    """Adds what divides the frequencies of scaled RoPE."""
+    if (c := config).rope_scaling is not None:
         plain, scaled = (rope_frequencies(c.head_dim, c.rope_theta, scaling) for scaling in (None, c.rope_scaling))
         file.add_tensor(reader.FREQUENCIES, np.asarray(plain / scaled, np.float32))
+
+
+def finish(file: GGUFWriter) -> None:
+    """Writes what was added."""
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
     file.close()
-    return held
-
-
-def _add(file: GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, list):
-        file.add_array(key, value)
-    else:
-        add = {bool: file.add_bool, int: file.add_uint32, float: file.add_float32}[type(value)]
-        add(key, value)
 
 
 def _encoded(tensor: np.ndarray, blocks: str | None) -> tuple[np.ndarray, GGMLQuantizationType]:

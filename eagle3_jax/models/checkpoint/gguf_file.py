@@ -36,7 +36,7 @@ BLOCK_NAMES = {
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Architectures, and whether llama.cpp interleaves the rows of their queries and keys.
-_INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
+INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
 _NOT_WEIGHTS = ("rope_freqs.weight",)  # config.json's rope_scaling says the same
 
 
@@ -49,6 +49,16 @@ def hf_name(name: str) -> str:
     if part not in BLOCK_NAMES:
         raise ValueError(f"tensor {name}: unknown, expected one of {sorted([*_TOP_NAMES, *BLOCK_NAMES])}")
     return f"model.layers.{layer}.{BLOCK_NAMES[part]}.{kind}"
+
+
+def gguf_name(name: str) -> str:
+    """Returns a tensor's name in a GGUF file, the inverse of `hf_name`."""
+    stem, _, kind = name.rpartition(".")
+    ours = {part: name for name, part in (_TOP_NAMES | BLOCK_NAMES).items()}
+    if stem in ours:
+        return f"{ours[stem]}.{kind}"
+    layer, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{ours[part]}.{kind}"
 
 
 def open_gguf(path: disk.Path) -> tuple[dict[str, Described], Callable[[str], Any]]:
@@ -71,8 +81,8 @@ def _opened(path: str, size: int, changed: int) -> tuple[dict[str, Described], C
         return None if found is None else found.contents()
 
     architecture = field("general.architecture")
-    if architecture not in _INTERLEAVED:
-        among = " or ".join(map(repr, _INTERLEAVED))
+    if architecture not in INTERLEAVED:
+        among = " or ".join(map(repr, INTERLEAVED))
         raise SafetensorError(f"general.architecture: got {architecture!r}, expected {among}")
     heads = {"q": field(f"{architecture}.attention.head_count")}
     heads["k"] = field(f"{architecture}.attention.head_count_kv") or heads["q"]
@@ -88,7 +98,7 @@ def _opened(path: str, size: int, changed: int) -> tuple[dict[str, Described], C
             raise SafetensorError(str(error)) from error
         shape = tuple(int(size) for size in reversed(tensor.shape))
         which = [which for which in heads if f".attn_{which}." in tensor.name]
-        rows = interleaved(shape[0], heads[which[0]]) if which and _INTERLEAVED[architecture] else None
+        rows = interleaved(shape[0], heads[which[0]]) if which and INTERLEAVED[architecture] else None
         found[name] = GgufTensor(name, tensor.tensor_type.name, shape, tensor.data, rows)
     return {name: Described(x.dtype, x.shape) for name, x in found.items()}, found.__getitem__
 
