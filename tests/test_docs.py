@@ -52,7 +52,7 @@ def test_links_of_the_site_stay_in_it(document):
 
 FOLDERS = ("eagle3_jax", "tests", "tools", "examples", "configs", "docs")
 FILES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/**/*")) if "__pycache__" not in path.parts]
-PLACES = "\n".join(f"/{name(path)}" for path in FILES)
+PLACES = "\n".join(f"/{name(path)}" for path in [*FILES, *ROOT.glob("*.py")])
 STEMS = {part for path in FILES for part in (path.stem, path.parent.name)}
 SECTIONS = [field.name for field in dataclasses.fields(config.RunConfig)]
 

@@ -1,6 +1,7 @@
 """EAGLE-3 heads that norm queries and keys, or have a window, in rounds: against plain paths, and the promises."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,9 @@ def make(toy, **changes) -> Draft:
 @pytest.mark.parametrize("name", ["window", pytest.param("both", marks=pytest.mark.long)])
 def test_a_node_of_a_tree_sees_the_window_of_its_own_path(toy, name):
     """Against chains along each path, whose slots are positions."""
-    head, rng = make(toy, **VARIANTS[name]).head, np.random.default_rng(1)
-    head.attention.qkv[...] = jnp.asarray(
-        0.2 * rng.normal(size=head.attention.qkv.shape), jnp.float32
-    )  # sees others too
+    head: Any = make(toy, **VARIANTS[name]).head
+    rng, qkv = np.random.default_rng(1), head.attention.qkv
+    qkv[...] = jnp.asarray(0.2 * rng.normal(size=qkv.shape), jnp.float32)  # sees others too
     committed, embed = 6, toy.target.embed[...]
     tokens, features = rng.integers(0, 24, (1, committed)), rng.normal(size=(1, committed, 32)).astype(np.float32)
     levels_of = [

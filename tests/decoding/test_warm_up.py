@@ -93,7 +93,7 @@ def test_the_device_is_lent_while_it_is_idle_and_requests_go_first(toy, monkeypa
     thread = threading.Thread(target=ask)
     thread.start()
     with engine._loop.lend(lambda: None) as give_way:
-        engine.own_runner.run(calls.rehearse(engine.own_runner.sizes))
+        engine.own_runner.run(calls.rehearse(engine.own_runner.sizes.measured_length))
         give_way()
         lent.set()
         wait_until(lambda: engine.stats().waiting)
@@ -102,7 +102,7 @@ def test_the_device_is_lent_while_it_is_idle_and_requests_go_first(toy, monkeypa
         give_way()
         thread.join(30)
         assert answered == [expected.token_ids]
-        engine.own_runner.run(calls.rehearse(engine.own_runner.sizes))
+        engine.own_runner.run(calls.rehearse(engine.own_runner.sizes.measured_length))
     assert engine.generate(PROMPTS[:1], params)[0].token_ids == expected.token_ids
 
 

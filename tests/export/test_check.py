@@ -171,7 +171,7 @@ def test_within_its_limit_an_answer_drafts_what_it_has_room_for(depths, drafted,
 @pytest.fixture
 def in_gguf(untrained: RunConfig) -> RunConfig:
     """The same run with heads for llama.cpp, in float32 and in 8 bits."""
-    shape = read_config(pathlib.Path("target"), (1, 2, 3))
+    shape: Any = read_config(pathlib.Path("target"), (1, 2, 3))
     head = tiny_heads.make_draft(target=shape)
     for dtype in ("float32", "q8_0"):
         heads.save_draft(dtype, head, target=shape, dtype=dtype, form="llama.cpp", target_name="target")

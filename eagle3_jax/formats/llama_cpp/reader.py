@@ -30,21 +30,22 @@ def config(path: pathlib.Path) -> dict[str, Any]:
 def tensors(path: pathlib.Path) -> tuple[Tensors, list[str]]:
     """Reads all tensors, blocks of few bits as float32; lists what cannot be read. Raises ValueError as `config`."""
     reader, architecture = _open(path)
-    said = config(path)
+    fields = config(path)
     found: Tensors = {}
     problems: list[str] = []
-    spelled = names.tensors(architecture, said.get("num_hidden_layers") or 1)
+    spelled = names.tensors(architecture, fields.get("num_hidden_layers") or 1)
     for tensor in reader.tensors:
-        if tensor.name == FREQUENCIES and said.get("rope_scaling"):
+        if tensor.name == FREQUENCIES and fields.get("rope_scaling"):
             continue  # made of it
         name = spelled.get(tensor.name, tensor.name)
         held = decoded(tensor.data, tensor.tensor_type)
-        count = said.get(names.interleaved_by(architecture, name))
+        by = names.interleaved_by(architecture, name)
+        count = fields.get(by) if by else None
         if count and len(held) % (2 * count) == 0:  # else its shape is refused
             held = held[interleaved(len(held), count)]
         found[name] = held
     if names.D2T in found:
-        ids, size = found.pop(names.D2T), said.get("vocab_size") or 0
+        ids, size = found.pop(names.D2T), fields.get("vocab_size") or 0
         if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= size:
             problems.append(f"{names.D2T}: got {ids.dtype} {ids.min()}..{ids.max()}, expected target ids below {size}")
         else:

@@ -50,17 +50,17 @@ def write(
     default = {AUX_LAYERS: None} if c.aux_layers is None else {}
     spoilt = [name for name, x in values.items() if isinstance(x, float) and x != float(np.float32(x))]
     own = {name: values[name] for name in (*_KEPT, *spoilt) if values.get(name) is not None} | default
-    said: dict[str, Any] = {ours: values.get(name) for ours, name in names.keys(architecture).items()}
-    said |= {"target_layers": list(c.aux_layers or default_aux_layers(depth))}
+    fields: dict[str, Any] = {ours: values.get(name) for ours, name in names.keys(architecture).items()}
+    fields |= {"target_layers": list(c.aux_layers or default_aux_layers(depth))}
     if in_blocks:
-        said |= {"attention.causal": c.causal(0), "sample_from_anchor": markov}
-        said |= {"has_confidence_head": c.confidence} if markov else {}
+        fields |= {"attention.causal": c.causal(0), "sample_from_anchor": markov}
+        fields |= {"has_confidence_head": c.confidence} if markov else {}
         if SLIDING in c.layer_types:
-            said["attention.sliding_window_pattern"] = [kind == SLIDING for kind in c.layer_types]
+            fields["attention.sliding_window_pattern"] = [kind == SLIDING for kind in c.layer_types]
     else:
-        said |= {"target_hidden_size": c.target_hidden_size}
+        fields |= {"target_hidden_size": c.target_hidden_size}
     file = GGUFWriter(path, architecture)
-    add_keys(file, architecture, said, c.head_dim)
+    add_keys(file, architecture, fields, c.head_dim)
     file.add_string(reader.CONFIG, json.dumps(own))
     add_tokenizer(file, target, c.vocab_size)
     if in_blocks:
@@ -80,13 +80,13 @@ def write(
     return held
 
 
-def add_keys(file: GGUFWriter, architecture: str, said: dict[str, Any], head_dim: int) -> None:
+def add_keys(file: GGUFWriter, architecture: str, fields: dict[str, Any], head_dim: int) -> None:
     """Adds the keys of an architecture, without its name, that have a value, and those of one size of heads."""
-    for key, value in (said | dict.fromkeys(("attention.value_length", "rope.dimension_count"), head_dim)).items():
+    for key, value in (fields | dict.fromkeys(("attention.value_length", "rope.dimension_count"), head_dim)).items():
         if isinstance(value, list):
             file.add_array(f"{architecture}.{key}", value)
         elif value is not None:
-            add = {bool: file.add_bool, int: file.add_uint32, float: file.add_float32}[type(value)]
+            add: Any = {bool: file.add_bool, int: file.add_uint32, float: file.add_float32}[type(value)]
             add(f"{architecture}.{key}", value)
 
 

@@ -109,7 +109,7 @@ def test_a_dispatch_sends_one_array(toy, monkeypatch):
         calls.decode(sizes, [1], [2, 0], 4, 1, width=4, tier=VANILLA),
         calls.catch_up(sizes, [4], 3),
         calls.note_prompt(sizes, 2, [7, 8]),
-        calls.rehearse(sizes),
+        calls.rehearse(sizes.measured_length),
     ]
     placed = [runs._arguments(call, None)[-1] for call in every]
     assert sent == [np.int32] * len(every)

@@ -40,9 +40,8 @@ def stored(
 ) -> StoredHead:
     if name == "eagle3":
         own = dataclasses.replace(WIDE, aux_layers=layers)
-        return EAGLE3.stored(
-            make_draft(target=own, **{"head_dim": 8, "intermediate_size": 64} | changes), own, dtype, target
-        )
+        sizes: dict[str, Any] = {"head_dim": 8, "intermediate_size": 64} | changes
+        return EAGLE3.stored(make_draft(target=own, **sizes), own, dtype, target)
     head = make_block_head(KINDS[name].network, **SIZES | BLOCK | changes)
     ids = jnp.arange(64) if head.config.draft_vocab_size == 64 else 2 * jnp.arange(head.config.draft_vocab_size)
     return KINDS[name].stored(Draft(head, ids.astype(jnp.int32)), WIDE, dtype, target)
@@ -69,7 +68,7 @@ def rewritten(path: pathlib.Path, tensors: dict[str, Any] | None = None, **field
     )
     for name, field in reader.fields.items():
         if not name.startswith(("GGUF.", "general.architecture")) and changes.get(name, "") is not None:
-            types = [*field.types, None]
+            types: Any = [*field.types, None]
             writer.add_key_value(name, changes.get(name, field.contents()), types[0], types[1])
     for name in changes.keys() - reader.fields.keys():
         writer.add_string(name, changes[name])
