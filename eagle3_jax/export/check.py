@@ -38,6 +38,13 @@ from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.runs import command, disk, machine
 
 EXACT, LLAMA_CPP = "float32", "llama.cpp"
+# Texts of tokens that end an answer in llama.cpp, beside the tokenizer's own (src/llama-vocab.cpp).
+_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+    *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
+    *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
+)
+_FORBIDDING = 1e9  # is subtracted from the logits of tokens that cannot come
 
 
 class CheckError(ValueError):
@@ -118,7 +125,7 @@ def run(
         raise ValueError(f"evaluate.draft: got {config.evaluate.draft!r}, expected a head")
     request = _request(config, prompts_path, target, draft)
     if engine == LLAMA_CPP:
-        request |= _gguf(draft, request["dtype"])
+        request |= _gguf(draft, request["dtype"]) | {"forbidden": _ends(target)}
     asked_for = {
         "prompts": {
             "file": str(prompts_path),
@@ -198,6 +205,12 @@ def _gguf(draft: pathlib.Path, dtype: str) -> dict[str, Any]:
     return {"draft_file": str(file), "threads": len(os.sched_getaffinity(0)), "exact": True, "dtype": dtype + beside}
 
 
+def _ends(target: Target) -> list[int]:
+    """Lists the tokens that end an answer in llama.cpp. Where ends are ignored, it forbids these tokens."""
+    vocabulary = target.tokenizer.get_vocab()
+    return sorted({*target.model.config.eos_token_ids, *(vocabulary[text] for text in _ENDS if text in vocabulary)})
+
+
 def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Reads the prediction of an earlier report. Raises ValueError: not a report, or one with other settings."""
     report = disk.read_json(path)
@@ -225,7 +238,8 @@ def predict(
     """Predicts counters and answers by this package's engine, from the written files; for `within_limit` see above."""
     steps, sizes = request["num_speculative_tokens"], (request["batch_size"], request["max_model_len"])
     chain = DraftTree(num_steps=steps, num_draft_tokens=steps + 1)
-    params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=request["ignore_eos"])
+    bias = dict.fromkeys(request.get("forbidden", ()), -_FORBIDDING)
+    params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=request["ignore_eos"], logit_bias=bias)
     found, each = [], None
     for draft, tree, cut in ((None, "auto", None), (request["draft"], chain, token_map)):
         engine = Engine.load(target, draft, tree, *sizes, token_map=cut, prefix_cache=False)

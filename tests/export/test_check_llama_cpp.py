@@ -10,8 +10,7 @@ from test_check_vllm import BLOCKS, WHOLE, train, write_answers
 
 from eagle3_jax.export import check
 
-ENDS = "llama.cpp's ignore_eos forbids the tokens that end an answer, which this target says in its answers"
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800), pytest.mark.xfail(reason=ENDS, strict=False)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 FORM = ("--export.format", "llama.cpp")
 OF_BLOCKS = BLOCKS[: BLOCKS.index("--export.format")]
 HEADS = {

@@ -139,7 +139,7 @@ def test_a_block_head_s_card_says_its_kind_its_block_and_its_flags(config, chain
         "vllm serve TARGET --speculative-config '",
         '{"method": "dflash", "model": "me/head", "num_speculative_tokens": 3}',
         "--speculative-algorithm DFLASH --speculative-draft-model-path me/head --speculative-num-draft-tokens 4",
-        "served by SGLang 0.5.23, vLLM 0.32.0 and later",
+        "served by SGLang 0.5.23, vLLM 0.32.0, sglang-jax cddbf6f and later",
         "Blocks behind random anchors, seed 0, ",
         "anchors 256, block_weights d-pace",
         "| odd |",

@@ -215,7 +215,7 @@ def test_what_fails_ends_the_run_and_leaves_no_half_shard(tmp_path, target, monk
         with monkeypatch.context() as patched, pytest.raises(error):
             patched.setattr(module, name, fails)
             extract.extract(config, target)
-        assert not list((config.folder("extract") / "train").iterdir())
+        assert not list(config.folder("extract").glob("train/*"))
 
 
 @pytest.mark.long

@@ -116,22 +116,28 @@ class Bucket(Store):
         return (folder / _LAST).exists()
 
     def outbox(self, folder: Path) -> tuple[pathlib.Path, Callable[[], None]]:
-        scratch = tempfile.TemporaryDirectory(prefix="eagle3_jax-")
+        scratch = _scratch()
 
         def send() -> None:
-            for file in pathlib.Path(scratch.name).iterdir():
+            for file in scratch.iterdir():
                 with self.atomic(folder / file.name) as temporary:
                     shutil.copy(file, temporary)  # which grows no more
 
-        return pathlib.Path(scratch.name), send
+        return scratch, send
 
 
 @functools.lru_cache(16)
 def _mirror(folder: Path, generations: tuple[tuple[str, int], ...]) -> pathlib.Path:
-    """Copies objects to a folder that this process removes at its end."""
-    local = pathlib.Path(tempfile.mkdtemp(prefix="eagle3_jax-"))
-    atexit.register(shutil.rmtree, local, ignore_errors=True)
+    """Copies objects to a local folder."""
+    local = _scratch()
     for name, _ in generations:
         with (local / name).open("wb") as stream:
             stream.writelines(objects.pieces(folder / name))
+    return local
+
+
+def _scratch() -> pathlib.Path:
+    """Makes a folder that this process removes at its end."""
+    local = pathlib.Path(tempfile.mkdtemp(prefix="eagle3_jax-"))
+    atexit.register(shutil.rmtree, local, ignore_errors=True)
     return local

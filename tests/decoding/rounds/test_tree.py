@@ -181,7 +181,8 @@ def test_copied_tokens_join_the_tree_and_no_token_has_a_twin_beside_it(merges, s
 def without_cache(target, draft, tokens, features):
     """The head's states over pairs, each of which sees those before it; nothing cached."""
 
-    def attend(queries, keys, values):
+    def attend(queries, keys, values, window=None):
+        assert window is None
         empty = jnp.zeros_like(keys.swapaxes(1, 2))
         return tree_attention(queries, keys, values, empty, empty, this.lengths)[0]
 
