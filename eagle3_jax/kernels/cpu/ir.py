@@ -162,6 +162,16 @@ class Code:
         value = self.b.bitcast(self.b.add(self.b.bitcast(value, whole), exponent), kind)
         return self.b.select(self.b.fcmp_unordered("uno", given, given), given, value)
 
+    def prefetch(self, place: Value) -> None:
+        """Asks for a cache line."""
+        self.call("llvm.prefetch.p0", VOID, place, *(ir.Constant(I32, x) for x in (0, 3, 1)))
+
+    def pair_sums(self, a: Value, b: Value) -> Value:
+        """Sums neighbours: those of `a` fill the lower half, those of `b` the upper one."""
+        index = ir.VectorType(I32, a.type.count)
+        evens, odds = (ir.Constant(index, list(range(start, 2 * a.type.count, 2))) for start in (0, 1))
+        return self.b.fadd(self.b.shuffle_vector(a, b, evens), self.b.shuffle_vector(a, b, odds))
+
     def total(self, x: Value) -> Value:
         """Sums a vector's elements, by halves."""
         return self._halves(x, self.b.fadd)

@@ -31,7 +31,7 @@ from eagle3_jax.kernels.linear.layouts import Panels
 # (rows, columns) of a block whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
 _BLOCKS = {True: (8, 32), False: (4, 16)}
 _PAIRS = 16  # bfloat16 pairs per instruction
-_CHUNKS = 4  # chunks per thread: a delayed thread then delays little work
+_CHUNKS = 2  # chunks per thread: a delayed thread delays less work, but each chunk begins a stream of memory
 
 
 def pack(matrix: Float[Array, "k n"]) -> Panels:

@@ -33,6 +33,7 @@ _HALF = GROUP // 2
 _VALUES = {"int8": (8, 0), "int4": (4, 8), "uint4": (4, 0)}  # bits of values, and the stored value that is 0
 _STEP = 4  # values of a column side by side
 _STEPS = GROUP // _STEP
+_SMALL, _AHEAD = 2, 4  # rows; groups that are read ahead of the one in work
 _ROUND = 1.5 * 2**23  # added to a float32 below 2^22, it leaves the nearest integer in the low bits
 
 
@@ -251,6 +252,9 @@ def _write_block(module: ir.Module, name: str, rows: int, form: PanelForm, ways:
         here = code.add(form.bytes_of_head(width), code.mul(group, form.bytes_of_group(width)))
         block = code.at(panel, here, I8)
         values = code.at(block, form.bytes_of_scales(width) if form.group else 0, I8)
+        if rows > _SMALL:  # with fewer rows the processor itself reads far enough ahead
+            for line in range(0, form.bytes_of_group(width), 64):
+                code.prefetch(code.at(block, line + _AHEAD * form.bytes_of_group(width), I8))
         of_row = [code.add(code.mul(groups, r), group) for r in range(rows)]
         of_x = [code.at(q, code.mul(at, GROUP), I8) for at in of_row]
         steps, shares = _STEPS * form.bits // 8, GROUP // form.group if form.group else 1

@@ -1,7 +1,7 @@
 """Tree attention on CPUs: all cores read the slots in use, page by page, once for a few rows.
 
-The new entries of all sequences are written first. A chunk of the work is then one KV head of one sequence: all its
-queries attend with an online softmax (FlashAttention's). Scores and sums are float32.
+The new entries of all sequences are written first. A chunk of the work is then a few queries of one KV head of one
+sequence, which attend with an online softmax (FlashAttention's). Scores and sums are float32.
 
 What a query sees decides its result, to the bit: a node of a tree has that of the same tokens in a row. Slots that it
 does not see lie between those that it does, so the block where the tail begins, and the tail, are first gathered.
@@ -99,11 +99,13 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
                         code.integer(d * size_of),
                         ir.Constant(I1, 0),
                     )
-        return values, code.mul(queries.size(0), heads)
+        blocks = code.div(code.add(code.mul(t, code.div(n, heads)), _ROWS - 1), _ROWS)
+        return [*values, blocks], code.mul(code.mul(queries.size(0), heads), blocks)
 
     def body(code: Code, values: Sequence[Value], chunk: Value) -> None:
-        queries, _, _, keys, cache_values, lengths, mask, _, attended, t, n, heads, _, size, _, tail = values
-        b, head = code.div(chunk, heads), code.rem(chunk, heads)
+        queries, _, _, keys, cache_values, lengths, mask, _, attended, t, n, heads, _, size, _, tail, blocks = values
+        of_head, first = code.div(chunk, blocks), code.mul(code.rem(chunk, blocks), _ROWS)
+        b, head = code.div(of_head, heads), code.rem(of_head, heads)
         group = code.div(n, heads)
         length = length_of(code, lengths, b)
         end = code.add(length, tail)
@@ -119,87 +121,84 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
             inside_page = code.mul(code.div(code.rem(length, size), _BLOCK), _BLOCK)
             own = code.add(code.mul(code.div(length, size), size), inside_page)
         scale = constant(d**-0.5)
-        with code.loop(0, rows, _ROWS) as first:
-            # Rows beyond the last repeat it; its result is then written more than once.
-            at_row = [code.least(code.add(first, r), code.sub(rows, 1)) for r in range(_ROWS)]
-            token = [code.div(row, group) for row in at_row]
-            offset = [
-                code.mul(
-                    code.add(
-                        code.mul(code.add(code.mul(b, t), token[r]), n),
-                        code.add(code.mul(head, group), code.rem(at_row[r], group)),
-                    ),
-                    d,
-                )
-                for r in range(_ROWS)
+        # Rows beyond the last repeat it; its result is then written more than once.
+        at_row = [code.least(code.add(first, r), code.sub(rows, 1)) for r in range(_ROWS)]
+        token = [code.div(row, group) for row in at_row]
+        offset = [
+            code.mul(
+                code.add(
+                    code.mul(code.add(code.mul(b, t), token[r]), n),
+                    code.add(code.mul(head, group), code.rem(at_row[r], group)),
+                ),
+                d,
+            )
+            for r in range(_ROWS)
+        ]
+        query = [_vectors(code, code.at(queries, of_row, element), vectors, element) for of_row in offset]
+        for r in range(_ROWS):
+            code.b.store(constant(_LEAST), best[r])
+            code.b.store(constant(0.0), total[r])
+            for v in range(vectors):
+                code.b.store(constant(0.0, _WIDTH), sums[r][v])
+
+        def block_of(page: Value, inside: Value) -> list[Value]:
+            return [
+                code.at(page_of(code, values, x, b, head, page), code.mul(inside, d), element)
+                for x in (keys, cache_values)
             ]
-            query = [_vectors(code, code.at(queries, of_row, element), vectors, element) for of_row in offset]
+
+        # In a causal tail the last of these rows sees the most.
+        seen = own if masked else code.add(length, code.add(token[-1], 1))
+        with _blocks(code, 0, seen, size) as (page, inside, start, count):
+            block = block_of(page, inside)
+            _scores(code, count, block[0], query, scores, scale, element)
+            if not masked:
+                _mask(code, count, start, length, token, scores)
             for r in range(_ROWS):
-                code.b.store(constant(_LEAST), best[r])
-                code.b.store(constant(0.0), total[r])
-                for v in range(vectors):
-                    code.b.store(constant(0.0, _WIDTH), sums[r][v])
-
-            def block_of(page: Value, inside: Value) -> list[Value]:
-                return [
-                    code.at(page_of(code, values, x, b, head, page), code.mul(inside, d), element)
-                    for x in (keys, cache_values)
-                ]
-
-            # In a causal tail the last of these rows sees the most.
-            seen = own if masked else code.add(length, code.add(token[-1], 1))
-            with _blocks(code, 0, seen, size) as (page, inside, start, count):
+                _softmax(code, count, code.at(scores, r * _BLOCK, F32), best[r], total[r], sums[r])
+            with code.loop(0, count) as j:
+                value = _vectors(code, code.at(block[1], code.mul(j, d), element), vectors, element)
+                for r in range(_ROWS):
+                    weight = code.load(code.at(scores, code.add(j, r * _BLOCK), F32), F32)
+                    weight = code.broadcast(weight, _WIDTH)
+                    for v in range(vectors):
+                        code.b.store(code.fma(weight, value[v], code.load(sums[r][v], kind)), sums[r][v])
+        if masked:
+            for r in range(_ROWS):
+                code.b.store(code.integer(0), filled[r])
+            with _blocks(code, own, end, size) as (page, inside, start, count):
                 block = block_of(page, inside)
                 _scores(code, count, block[0], query, scores, scale, element)
-                if not masked:
-                    _mask(code, count, start, length, token, scores)
-                for r in range(_ROWS):
-                    _softmax(code, count, code.at(scores, r * _BLOCK, F32), best[r], total[r], sums[r])
                 with code.loop(0, count) as j:
-                    value = _vectors(code, code.at(block[1], code.mul(j, d), element), vectors, element)
+                    place, index = code.at(block[1], code.mul(j, d), element), code.sub(code.add(start, j), length)
                     for r in range(_ROWS):
-                        weight = code.load(code.at(scores, code.add(j, r * _BLOCK), F32), F32)
-                        weight = code.broadcast(weight, _WIDTH)
-                        for v in range(vectors):
-                            code.b.store(code.fma(weight, value[v], code.load(sums[r][v], kind)), sums[r][v])
-            if masked:
-                for r in range(_ROWS):
-                    code.b.store(code.integer(0), filled[r])
-                with _blocks(code, own, end, size) as (page, inside, start, count):
-                    block = block_of(page, inside)
-                    _scores(code, count, block[0], query, scores, scale, element)
-                    with code.loop(0, count) as j:
-                        place, index = code.at(block[1], code.mul(j, d), element), code.sub(code.add(start, j), length)
-                        for r in range(_ROWS):
-                            at = code.add(code.mul(code.add(code.mul(b, t), token[r]), tail), code.most(index, 0))
-                            visible = code.b.icmp_unsigned(
-                                "!=", code.load(code.at(mask, at, I8), I8), ir.Constant(I8, 0)
-                            )
-                            visible = code.b.or_(visible, code.less(index, 0))
-                            last = code.load(filled[r], I64)
-                            score = code.load(code.at(scores, code.add(j, r * _BLOCK), F32), F32)
-                            code.b.store(score, code.at(kept, code.add(last, r * held), F32))
-                            code.b.store(place, code.at(places, code.add(last, r * held), POINTER))
-                            code.b.store(code.add(last, code.b.zext(visible, I64)), filled[r])
-                for r in range(_ROWS):
-                    rank = code.add(own, code.load(filled[r], I64))
-                    with _blocks(code, own, rank, size) as (_, _, start, count):
-                        base, of_block = code.add(code.sub(start, own), r * held), code.at(scores, r * _BLOCK, F32)
-                        with code.loop(0, count) as j:
-                            score = code.load(code.at(kept, code.add(base, j), F32), F32)
-                            code.b.store(score, code.at(of_block, j, F32))
-                        _fill(code, count, of_block)
-                        _softmax(code, count, of_block, best[r], total[r], sums[r])
-                        with code.loop(0, count) as j:
-                            place = code.load(code.at(places, code.add(base, j), POINTER), POINTER)
-                            weight = code.broadcast(code.load(code.at(of_block, j, F32), F32), _WIDTH)
-                            for v, value in enumerate(_vectors(code, place, vectors, element)):
-                                code.b.store(code.fma(weight, value, code.load(sums[r][v], kind)), sums[r][v])
+                        at = code.add(code.mul(code.add(code.mul(b, t), token[r]), tail), code.most(index, 0))
+                        visible = code.b.icmp_unsigned("!=", code.load(code.at(mask, at, I8), I8), ir.Constant(I8, 0))
+                        visible = code.b.or_(visible, code.less(index, 0))
+                        last = code.load(filled[r], I64)
+                        score = code.load(code.at(scores, code.add(j, r * _BLOCK), F32), F32)
+                        code.b.store(score, code.at(kept, code.add(last, r * held), F32))
+                        code.b.store(place, code.at(places, code.add(last, r * held), POINTER))
+                        code.b.store(code.add(last, code.b.zext(visible, I64)), filled[r])
             for r in range(_ROWS):
-                share = code.broadcast(code.b.fdiv(constant(1.0), code.load(total[r], F32)), _WIDTH)
-                for v in range(vectors):
-                    result = code.b.fmul(code.load(sums[r][v], kind), share)
-                    code.store_floats(result, code.at(attended, code.add(offset[r], v * _WIDTH), element), element)
+                rank = code.add(own, code.load(filled[r], I64))
+                with _blocks(code, own, rank, size) as (_, _, start, count):
+                    base, of_block = code.add(code.sub(start, own), r * held), code.at(scores, r * _BLOCK, F32)
+                    with code.loop(0, count) as j:
+                        score = code.load(code.at(kept, code.add(base, j), F32), F32)
+                        code.b.store(score, code.at(of_block, j, F32))
+                    _fill(code, count, of_block)
+                    _softmax(code, count, of_block, best[r], total[r], sums[r])
+                    with code.loop(0, count) as j:
+                        place = code.load(code.at(places, code.add(base, j), POINTER), POINTER)
+                        weight = code.broadcast(code.load(code.at(of_block, j, F32), F32), _WIDTH)
+                        for v, value in enumerate(_vectors(code, place, vectors, element)):
+                            code.b.store(code.fma(weight, value, code.load(sums[r][v], kind)), sums[r][v])
+        for r in range(_ROWS):
+            share = code.broadcast(code.b.fdiv(constant(1.0), code.load(total[r], F32)), _WIDTH)
+            for v in range(vectors):
+                result = code.b.fmul(code.load(sums[r][v], kind), share)
+                code.store_floats(result, code.at(attended, code.add(offset[r], v * _WIDTH), element), element)
 
     handler.write_kernel(module, name, 8, 3, plan, body)
 
@@ -227,14 +226,24 @@ def _vectors(code: Code, place: Value, count: int, element: ir.Type) -> list[Val
 def _scores(code, count, keys, query, scores, scale, element) -> None:
     """Writes scores[r, j] = query[r] . keys[j] * scale; _LEAST fills the last vector."""
     d = len(query[0]) * _WIDTH
-    with code.loop(0, count) as j:
-        key = _vectors(code, code.at(keys, code.mul(j, d), element), len(query[0]), element)
-        for r, row in enumerate(query):
-            product = code.b.fmul(row[0], key[0])
-            for one, other in zip(row[1:], key[1:], strict=True):
-                product = code.fma(one, other, product)
-            score = code.b.fmul(code.total(product), scale)
-            code.b.store(score, code.at(scores, code.add(j, r * _BLOCK), F32))
+    with code.loop(0, count, _WIDTH) as j:
+        # Of each row the sums of 1, 2, 4 and 8 keys that wait for as many more.
+        waiting: list[list[Value]] = [[] for _ in query]
+        for i in range(_WIDTH):
+            of_key = code.at(keys, code.mul(code.least(code.add(j, i), code.sub(count, 1)), d), element)
+            key = _vectors(code, of_key, len(query[0]), element)
+            for row, sums in zip(query, waiting, strict=True):
+                product = code.b.fmul(row[0], key[0])
+                for one, other in zip(row[1:], key[1:], strict=True):
+                    product = code.fma(one, other, product)
+                keys_before = i
+                while keys_before % 2:
+                    product = code.pair_sums(sums.pop(), product)
+                    keys_before //= 2
+                sums.append(product)
+        for r, (total,) in enumerate(waiting):
+            of_row = code.at(scores, code.add(j, r * _BLOCK), F32)
+            code.b.store(code.b.fmul(total, code.broadcast(scale, _WIDTH)), of_row, align=4)
     for r in range(len(query)):
         _fill(code, count, code.at(scores, r * _BLOCK, F32))
 
