@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import llama_config, make_target
 
 from eagle3_jax.kernels.linear.api import linear
+from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.layers import embeddings
 
 
@@ -18,6 +20,18 @@ def test_products_of_any_number_of_rows(rows):
     x = generator.normal(size=(1, rows, 24)).astype(np.float32)
     kernel = generator.normal(size=(24, 15)).astype(np.float32)
     np.testing.assert_allclose(jax.jit(linear)(x, kernel), x @ kernel, rtol=1e-5, atol=1e-5)
+
+
+def test_cosines_are_computed_once_a_pass_on_a_cpu():
+    """XLA for CPUs drops barriers, and would compute them again in every layer."""
+    target = make_target(llama_config(num_hidden_layers=4, aux_layers=(1, 2, 3))).model
+
+    def read(model, tokens, positions):
+        return model(tokens, Pass(positions, jnp.zeros(1, jnp.int32)), model.empty_cache(1, 16, 8))[0]
+
+    tokens, positions = jnp.zeros((1, 8), jnp.int32), jnp.arange(8)[None]
+    text = jax.jit(read).lower(target, tokens, positions).compile().as_text()
+    assert str(text).count(" cosine(") == 1
 
 
 def test_a_loop_gathers_from_a_bfloat16_table_without_converting_it():

@@ -130,7 +130,7 @@ class TierPolicy:
             retired: sources whose tiers are not taken.
         """
         self._dispatches += 1
-        known = self._known(width, length)
+        known = self.known(width, length)
         rates = {
             i: _AHEAD * self._tokens(i, requests) / self._seconds(i, known, behind=behind, rounds=_AHEAD, width=width)
             for i in known
@@ -139,7 +139,7 @@ class TierPolicy:
         best = max(rates, key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
         budget = _LENT * known[0] if self._budget is None else self._budget
         dearest = rounds * max(known.values()) + self.waking[width]  # the budget holds one try of the dearest tier
-        budget = min(budget + EXPLORED * rounds * self._cost(best, known), max(budget, dearest))
+        budget = min(budget + EXPLORED * rounds * self.cost(best, known), max(budget, dearest))
         self.current = best
         other = self._to_try(requests, rates, best, known)
         if other is not None:
@@ -155,9 +155,14 @@ class TierPolicy:
         self._tried[best] = self._dispatches
         return best
 
-    def cost(self, tier: int, width: int, length: float = 0.0) -> float:
-        """Returns the expected seconds of a round, with drafts or without."""
-        return self._cost(tier, self._known(width, length))
+    def known(self, width: int, length: float) -> dict[int, float]:
+        """Returns seconds of a round with drafts, by tier, beside contexts of so many tokens."""
+        return {tier: price.at(length) for tier, price in self.costs[width].items()}
+
+    def cost(self, tier: int, known: Mapping[int, float]) -> float:
+        """Returns the expected seconds of a round, with drafts or without; for `known` see above."""
+        share = self._drafted[tier] / self._asked[tier]
+        return share * known[tier] + (1 - share) * known[0]
 
     def learn(self, tier: int, seen: Sequence[tuple[Acceptance, int, int]], drafted: int) -> None:
         """Learns from a dispatch, see `TierChoice.learn`."""
@@ -177,14 +182,6 @@ class TierPolicy:
             for counts, value in ((request.accepted, accepted), (request.expected, rounds * mean)):
                 counts[taken.source] = counts.get(taken.source, 0.0) + value
 
-    def _known(self, width: int, length: float) -> dict[int, float]:
-        """Returns seconds of a round with drafts, by tier."""
-        return {tier: price.at(length) for tier, price in self.costs[width].items()}
-
-    def _cost(self, tier: int, known: Mapping[int, float]) -> float:
-        share = self._drafted[tier] / self._asked[tier]
-        return share * known[tier] + (1 - share) * known[0]
-
     def _tokens(self, tier: int, requests: Sequence[Acceptance]) -> float:
         """Estimates the tokens of a round."""
         taken, mean = self.tiers[tier], self.accepted(tier)
@@ -192,7 +189,7 @@ class TierPolicy:
 
     def _seconds(self, tier: int, known: Mapping[int, float], *, behind: bool, rounds: int, width: int) -> float:
         waking = self.waking[width] if behind and self.tiers[tier].head else 0.0
-        return rounds * self._cost(tier, known) + waking
+        return rounds * self.cost(tier, known) + waking
 
     def _to_try(
         self, requests: Sequence[Acceptance], rates: Mapping[int, float], best: int, known: Mapping[int, float]
