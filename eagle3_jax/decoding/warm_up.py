@@ -3,6 +3,8 @@
 First come the programs that answer every request: one reads prompts, one runs rounds of the whole batch without drafts.
 Then come rounds with the default drafts, the other ways to read prompts, the same rounds in fewer rows, and width by
 width the other tiers. The default tier is taken once its program is compiled, another one once its costs are known too.
+
+Two programs are compiled at a time, since a compilation keeps little more than one core busy.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import contextlib
 import logging
 import pathlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from eagle3_jax.decoding.choice import costs
@@ -72,22 +74,19 @@ class WarmUp:
         first = [calls.note_prompt(sizes), *states, reads, self._rounds(sizes.batch, [tier])[0]]
         self._say(f"{self.planned} programs are to compile, at most; {len(first)} answer every request")
         runner.begin()
-        for call in shown(first, "compile", "program", self._progress):
-            self._compile(call)
+        self._compile(first, shown(first, "compile", "program", self._progress))
 
     def rest(self, lend: Lender) -> None:
         """Compiles all others, and measures what rounds cost."""
         runner, sizes = self._runner, self._runner.sizes
         wakes = [calls.catch_up(sizes)] if runner.rests else []
-        for call in [*self._rounds(sizes.batch, self._base), *wakes]:
-            self._compile(call)
+        self._compile([*self._rounds(sizes.batch, self._base), *wakes])
         self._tiers.default = self._base[-1]
-        for rows, length in shown(sizes.prefill_shapes[:-1], "compile readers of prompts", "program", self._progress):
-            self._compile(calls.prefill(sizes, rows=rows, length=length))
-            runner.use(runner.widths, [*runner.prefill_shapes, (rows, length)])
+        readers = [calls.prefill(sizes, rows=rows, length=length) for rows, length in sizes.prefill_shapes[:-1]]
+        self._compile(readers, shown(readers, "compile readers of prompts", "program", self._progress))
+        runner.use(runner.widths, sizes.prefill_shapes)
         for width in shown(sizes.widths[:-1], "compile narrow rounds", "width", self._progress):
-            for call in self._rounds(width, self._base):
-                self._compile(call)
+            self._compile(self._rounds(width, self._base))
             runner.use({width, *runner.widths}, runner.prefill_shapes)
         if len(self._tiers.tiers) > 1:
             self._price(lend)
@@ -134,16 +133,14 @@ class WarmUp:
                 could_be = [tier for tier in useful[greedy] if tier in useful[True]]
                 known = tiers.useful(self._costs(could_be, lend, greedy=greedy, width=width))
                 useful[greedy] = [tier for tier in could_be if tier.name in known.rounds]
-                for call in self._rounds(width, useful[greedy]):
-                    self._compile(call)
+                self._compile(self._rounds(width, useful[greedy]))
                 tiers.price({width: known}, greedy=greedy)
             others = sum(tier not in self._base for tier in useful[True])
             self.planned = self.ready + others * (len(widths) - number)
 
     def _costs(self, of: list[Tier], lend: Lender, *, greedy: bool, width: int) -> Costs:
         def measure() -> Costs:
-            for call in [*self._rounds(width, of), calls.rehearse(self._runner.sizes.measured_length)]:
-                self._compile(call)
+            self._compile([calls.rehearse(self._runner.sizes.measured_length), *self._rounds(width, of)])
             with lend(self._stop_point) as give_way:
                 return costs.round_costs(self._runner, of, greedy=greedy, width=width, give_way=give_way)
 
@@ -152,11 +149,26 @@ class WarmUp:
     def _rounds(self, width: int, tiers: Sequence[Tier]) -> list[Call]:
         return [calls.decode(self._runner.sizes, width=width, tier=tier) for tier in tiers]
 
-    def _compile(self, call: Call) -> None:
-        self._stop_point()
-        self._runner.compile(call)
-        if call.name != "rehearse":
-            self._made.add(call.key)
+    def _compile(self, calls: Sequence[Call], shown: Iterable[Call] | None = None) -> None:
+        """Compiles the calls' programs from the first on, and in a thread beside from the last on, until both meet."""
+
+        def each(calls: Iterable[Call]) -> None:
+            for call in calls:
+                self._stop_point()
+                self._runner.compile(call)
+                if call.name != "rehearse":
+                    self._made.add(call.key)
+
+        def beside() -> None:
+            with contextlib.suppress(Exception):  # the failure meets this thread, too
+                each(reversed(calls))
+
+        thread = threading.Thread(target=beside, name="eagle3_jax warm-up beside", daemon=True)
+        thread.start()
+        try:
+            each(calls if shown is None else shown)
+        finally:
+            thread.join()
 
     def _stop_point(self) -> None:
         if _ending.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -100,6 +101,7 @@ class ModelRunner:
         self._state: State | None = None
         self._ready: dict[tuple[Any, ...], Callable[..., Any]] = {}  # compiled ahead, by name and form
         self._called: set[tuple[Any, ...]] = set()  # those of others
+        self._compiling: dict[tuple[Any, ...], threading.Lock] = {}
         self._example: State | None = None  # a state without its memory, for `compile`
 
     def replace_draft(self, draft: Draft) -> None:
@@ -173,13 +175,14 @@ class ModelRunner:
     def compile(self, call: Call) -> None:
         """Compiles the program of a call, unless it is; from any thread, beside calls. Needs `begin`."""
         ready = self._ready  # `replace_target` may begin another meanwhile
-        if call.key in ready:
-            return
-        before = programs.compiled()
-        with mesh_set(self.mesh):
-            arguments = self._arguments(call, self._example)
-            ready[call.key] = _compiled(getattr(programs, call.name), arguments, self._example)
-        self._count_compiled(before)
+        with self._compiling.setdefault(call.key, threading.Lock()):
+            if call.key in ready:
+                return
+            before = programs.compiled()
+            with mesh_set(self.mesh):
+                arguments = self._arguments(call, self._example)
+                ready[call.key] = _compiled(getattr(programs, call.name), arguments, self._example)
+            self._count_compiled(before)
 
     def lend(self, work: Callable[[Models, State], tuple[State, T]]) -> T:
         """Lets `work` run programs of its own on the models and the state; returns its result beside the new state."""
