@@ -1,7 +1,7 @@
-"""Streams the same answers without drafts and with them, marks the accepted drafts, and prints the speed-up.
+"""Streams answers without drafts and with them, marks the accepted drafts, and prints what is fastest here.
 
-The target that comes with the package answers from its 4 bits first; the same in float32 stands beside it as figures.
-Each prompt is answered in several turns, without drafts and with them alternately; the table has medians.
+The target that comes with the package answers from its 4 bits and in float32. Without drafts, with a chain of three,
+and with what the engine chooses by measured costs: each way answers all prompts, in turns, and all answers must agree.
 
     .venv/bin/python tools/hello.py                                  # drafts of this package's head
     .venv/bin/python tools/hello.py --draft lookup                   # drafts copied from the text, without a head
@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from eagle3_jax.runs import environment
 
@@ -28,20 +29,29 @@ environment.prepare()
 from eagle3_jax import Engine, SamplingParams, load_target
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.chat import Marker, in_colours
-from eagle3_jax.config import TargetConfig
-from eagle3_jax.decoding.measure.compare import first_difference
+from eagle3_jax.config import DraftTree, TargetConfig
+from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, packaged_head
 from eagle3_jax.models.checkpoint.fetch import Target, packaged_model
 from eagle3_jax.runs import command, machine, progress
 
-# What a model of 135M parameters can do: a list, code that the answer quotes, and a question.
-PROMPTS = {
-    "list": "Write the numbers from 1 to 20, separated by commas.",
-    "code": "Explain this function in two sentences:\n\n```python\ndef add(a, b):\n    return a + b\n```",
-    "chat": "What is a program?",
-}
-TURNS = 3
-MAX_TOKENS, MAX_LENGTH = 96, 512
+# What a model of 135M parameters can do. The first ones are shown.
+PROMPTS = (
+    "Write the numbers from 1 to 20, separated by commas.",
+    "Explain this function in two sentences:\n\n```python\ndef add(a, b):\n    return a + b\n```",
+    "What is a program?",
+    "Name five animals that live in the sea.",
+    "Rewrite in the past tense: I walk to the shop, buy bread and go home.",
+    "Write a short email that thanks a colleague for her help.",
+    "How does a bicycle stay upright?",
+    "List the days of the week, one on each line.",
+)
+SHOWN = 3
+SECONDS = 12.0  # of measured turns, if more than one fits
+MAX_TOKENS, MAX_LENGTH = 48, 512
+# Sizes that the engine chooses from, beside none: more of them would take most of the time, to be compiled.
+SIZES = (DraftTree(num_steps=3, num_draft_tokens=4), DraftTree(num_steps=1, num_draft_tokens=2))
+PLAIN, CHOSEN = "without drafts", "the engine's choice"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +64,14 @@ class Streamed:
     seconds: float
 
 
-def stream(
-    engine: Engine, prompt: str, params: SamplingParams, show: Callable[[str], object], *, colours: bool
-) -> Streamed:
+Turns = dict[str, list[list[Streamed]]]  # by way: the answers of each turn
+
+
+def stream(engine: Engine, prompt: str, tier: Tier | None, show: Callable[[str], object], *, colours: bool) -> Streamed:
+    """Answers a prompt with drafts of a tier; None: of the engine's choice."""
+    engine.tiers.pinned = tier
     marker, drafted, start = Marker(engine.tokenizer, colours=colours), 0, time.perf_counter()
-    request = engine.submit(prompt, params)
+    request = engine.submit(prompt, SamplingParams(max_tokens=MAX_TOKENS))
     for piece in request:
         show(marker.mark(piece.token_ids, piece.depths, last=piece.finish_reason is not None))
         drafted += sum(depth > 0 for depth in piece.depths)
@@ -66,25 +79,28 @@ def stream(
     return Streamed(output.token_ids, output.stats.counts, drafted, seconds)
 
 
-def median(turns: Sequence[Streamed]) -> Streamed:
-    """Returns an answer of several turns, with the median of their times. Raises ValueError: they differ."""
-    if any(turn.token_ids != turns[0].token_ids for turn in turns):
-        raise ValueError("answers: got another one in a later turn, expected the same")
-    return dataclasses.replace(turns[0], seconds=statistics.median(turn.seconds for turn in turns))
+def table(measured: Mapping[str, Turns]) -> str:
+    """Formats a row for each kind of weights and way, and a sentence on the fastest. Raises ValueError: answers differ.
 
-
-def table(answers: Sequence[tuple[str, Streamed, Streamed]]) -> str:
-    """Formats (name, without drafts, with them) of each prompt as a table, with a total."""
-    rows = [("", "tokens/s without", "with drafts", "speed-up", "tau", "drafted", "identical")]
-    parts = [(name, [plain], [fast]) for name, plain, fast in answers]
-    for name, plain, fast in [*parts, ("all", [x for _, x, _ in answers], [x for *_, x in answers])]:
-        before, now = (sum(len(x.token_ids) for x in of) / sum(x.seconds for x in of) for of in (plain, fast))
-        tau = AcceptanceCounts.total(x.counts for x in fast).tau
-        drafted = sum(x.drafted for x in fast) / sum(len(x.token_ids) for x in fast)
-        same = all(a.token_ids == b.token_ids for a, b in zip(plain, fast, strict=True))
-        numbers = f"{before:.1f}", f"{now:.1f}", f"{now / before:.2f}x", f"{tau:.2f}", f"{drafted:.0%}"
-        rows.append((name, *numbers, "yes" if same else "NO"))
-    return "\n".join(command.aligned(rows))
+    Seconds are those of the median turn.
+    """
+    rows, speeds = [("", "", "tokens/s", "speed-up", "tau", "drafted")], dict[str, float]()
+    for weights, turns in measured.items():
+        texts = [answer.token_ids for answer in turns[PLAIN][0]]
+        for way, turn in ((way, turn) for way, of_way in turns.items() for turn in of_way):
+            for prompt, expected, got in zip(PROMPTS, texts, turn, strict=True):
+                if got.token_ids != expected:
+                    raise ValueError(f"{weights}, {way}, {prompt!r}: got another answer, expected that without drafts")
+        tokens = sum(map(len, texts))
+        for way, of_way in turns.items():
+            speed = tokens / statistics.median(sum(x.seconds for x in turn) for turn in of_way)
+            speeds[f"{weights}, {way}"] = speed
+            tau = AcceptanceCounts.total(x.counts for x in of_way[-1]).tau
+            drafted = sum(x.drafted for x in of_way[-1]) / tokens
+            gain = speed / speeds[f"{weights}, {PLAIN}"]
+            rows.append((weights, way, f"{speed:.1f}", f"{gain:.2f}x", f"{tau:.2f}", f"{drafted:.0%}"))
+    fastest = max(speeds, key=lambda name: speeds[name])
+    return "\n".join([*command.aligned(rows), f"Fastest here: {fastest}. All answers are those without drafts."])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -99,14 +115,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         with beating("loading"):
             target = load_target(arguments.target)
         draft = arguments.draft or (AUTO if packaged_head(target) else LOOKUP)
-        beside = packaged_model(arguments.target) is not None
-        if beside:
+        measured = dict[str, Turns]()
+        if packaged_model(arguments.target) is not None:
             print("A model of 135M parameters: watch the speed, not the wit.", flush=True)
             with beating("loading its 4 bits"):
                 stored = load_target(TargetConfig(name=arguments.target, weights="stored"))
-            run(stored, draft, colours=colours)
-            print("\nThe same in float32:\n", flush=True)
-        run(target, draft, colours=colours, quiet=beside)
+            measured["4 bits"] = run(stored, draft, colours=colours)
+            print("\nThe same in float32:", flush=True)
+        measured[target.model.embed[...].dtype.name] = run(target, draft, colours=colours, quiet=bool(measured))
+        print(f"\n{table(measured)}")
+        print("tau: tokens a round. drafted: share of the answers' tokens that were accepted drafts.")
 
 
 def where() -> str:
@@ -122,43 +140,37 @@ def beating(what: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if sys.stderr.isatty() else progress.told(what)
 
 
-def run(target: Target, draft: str, *, colours: bool, quiet: bool = False) -> None:
-    """Answers each prompt both ways in turns and compares. Raises ValueError: another target's head, other answers."""
+def run(target: Target, draft: str, *, colours: bool, quiet: bool = False) -> Turns:
+    """Answers all prompts in every way, in turns, for a while; shows the first ones unless `quiet`."""
     start = time.monotonic()
     print("Compiling, and measuring what drafts cost here ...", flush=True)
     with beating("compiling and measuring"):
-        vanilla = Engine.load(target, None, max_length=MAX_LENGTH, prefix_cache=False)
-        drafting = Engine.load(target, draft, max_length=MAX_LENGTH, prefix_cache=False)
-        for engine in (vanilla, drafting):
-            engine.warm_up(progress=sys.stderr.isatty(), greedy_alone=True)
-            engine.generate(["Hello!"], SamplingParams(max_tokens=16))  # wakes threads, allocators and caches
+        sizes = "auto" if draft == LOOKUP else SIZES
+        engine = Engine.load(target, draft, sizes, max_length=MAX_LENGTH, prefix_cache=False)
+        engine.warm_up(progress=sys.stderr.isatty(), greedy_alone=True)
     print(f"Ready after {time.monotonic() - start:.0f} s.", flush=True)
+    plain, fixed = engine.tiers.tiers[0], engine.tiers.default
+    ways: dict[str, Tier | None] = {PLAIN: plain, fixed.name: fixed, CHOSEN: None}
 
     def say(text: str) -> None:
-        if not quiet:
-            print(text, end="", flush=True)
+        print(text, end="", flush=True)
 
     marked = "coloured, a colour for each depth" if colours else "in [brackets]"
     sources = {LOOKUP: "copied from the text", AUTO: "of the head that comes with the package"}
-    source, params, answers = sources.get(draft, f"of the head {draft}"), SamplingParams(max_tokens=MAX_TOKENS), []
-    for name, prompt in PROMPTS.items():
-        turns: dict[Engine, list[Streamed]] = {vanilla: [], drafting: []}
-        say(f"\n== {name}: {prompt}\n\n-- without drafts\n")
-        if not quiet:
-            turns[vanilla].append(stream(vanilla, prompt, params, say, colours=colours))
-            say(f"\n\n-- with drafts {source}; the accepted ones are {marked}\n")
-            turns[drafting].append(stream(drafting, prompt, params, say, colours=colours))
-            say("\n")
-        with beating(f"{name}: {TURNS} turns of each way"):
-            for turn in range(not quiet, TURNS):
-                for engine in (drafting, vanilla) if turn % 2 else (vanilla, drafting):
-                    turns[engine].append(stream(engine, prompt, params, len, colours=False))  # shows nothing
-        answers.append((name, median(turns[vanilla]), median(turns[drafting])))
-    print(f"\n{table(answers)}\nMedians of {TURNS} turns.")
-    print("tau: tokens a round. drafted: share of the answer's tokens that were accepted drafts.")
-    differ = [(name, at) for name, a, b in answers if (at := first_difference(a.token_ids, b.token_ids)) is not None]
-    if differ:
-        raise ValueError("answers: " + ", ".join(f"{name} differs from token {at} on" for name, at in differ))
+    for prompt in PROMPTS[: 0 if quiet else SHOWN]:
+        say(f"\n== {prompt}\n\n-- {PLAIN}\n")
+        stream(engine, prompt, plain, say, colours=colours)
+        say(f"\n\n-- with drafts {sources.get(draft, f'of the head {draft}')}; the accepted ones are {marked}\n")
+        stream(engine, prompt, fixed, say, colours=colours)
+        say("\n")
+    turns: Turns = {name: [] for name in ways}
+    with beating(f"{len(PROMPTS)} prompts in every way, in turns"):
+        start, number = time.monotonic(), 0
+        while (time.monotonic() - start) * (number + 1) <= SECONDS * number or not number:
+            number += 1
+            for name in random.Random(number).sample(list(ways), len(ways)):
+                turns[name].append([stream(engine, prompt, ways[name], len, colours=False) for prompt in PROMPTS])
+    return turns
 
 
 if __name__ == "__main__":
