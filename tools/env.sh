@@ -161,6 +161,21 @@ make_environment() {
   echo "$key" >"$VENV/.installed-$role$extra" || fail "the disk is full. Free some space and run the same command again."
 }
 
+# install_apart FOLDER AFTER ARGUMENTS...: makes an environment of its own by these arguments of pip, then runs AFTER.
+# It is made anew where an argument has changed, or of an editable package pyproject.toml.
+install_apart() {
+  local key=${*:3} python
+  VENV=$1
+  [[ $key != *--editable* ]] || key+=" $(cksum <pyproject.toml)"
+  if [[ -f $VENV/.installed && $(<"$VENV/.installed") == "$key" ]]; then return; fi
+  python=$(find_python)
+  "$python" -m venv --clear "$VENV"
+  echo "Installing ${*:3} into $VENV ..."
+  pip_install "${@:3}"
+  "$2"
+  echo "$key" >"$VENV/.installed"
+}
+
 # Lines of `timed`.
 TIMES=()
 

@@ -3,12 +3,5 @@
 # Without hashes: CONTRIBUTING.md, "Versions".
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-VENV=.venv-llama-cpp
-VERSIONS=(xllamacpp==2026.10.11549)
-if [[ -f $VENV/.installed && $(<"$VENV/.installed") == "${VERSIONS[*]}" ]]; then exit; fi
-python=$(find_python)
-"$python" -m venv --clear "$VENV"
-echo "Installing ${VERSIONS[*]} into $VENV ..."
-pip_install "${VERSIONS[@]}"
-"$VENV/bin/python" -c 'import xllamacpp; print("xllamacpp", xllamacpp.__version__)' || fail "xllamacpp does not import."
-echo "${VERSIONS[*]}" >"$VENV/.installed"
+try() { "$VENV/bin/python" -c 'import xllamacpp; print("xllamacpp", xllamacpp.__version__)' || fail "xllamacpp does not import."; }
+install_apart .venv-llama-cpp try xllamacpp==2026.10.11549

@@ -1,7 +1,4 @@
 #!/usr/bin/env bash
-# Prints the command that serves a run's target and head in SGLang, with the best tree that was measured:
-#
-#     bash tools/serve_sglang.sh configs/llama31_8b.yaml
+# Prints the command that serves a run's target and head in SGLang, with the best tree that was measured.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-
 print_command sglang "$@"

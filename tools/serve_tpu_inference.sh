@@ -1,7 +1,4 @@
 #!/usr/bin/env bash
-# Prints the command that serves a run's target and head in tpu-inference, vLLM on TPUs, with the best chain that was measured:
-#
-#     bash tools/serve_tpu_inference.sh configs/llama31_8b.yaml
+# Prints the command that serves a run's target and head in tpu-inference, vLLM on TPUs, with the best chain that was measured.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-
 print_command tpu-inference "$@"

@@ -4,17 +4,8 @@
 # Without hashes: CONTRIBUTING.md, "Versions".
 source "$(dirname "${BASH_SOURCE[0]}")/../env.sh"
 
-VENV=.venv-tunix
-# Tunix takes safetensors below 0.8, which later versions of transformers do not.
-PACKAGES=(google-tunix==0.1.7 transformers==5.12.1 beartype hypothesis pytest pytest-timeout pytest-xdist)
-key=$(cat pyproject.toml <(echo "${PACKAGES[@]}") | cksum)
-if [[ ! -f $VENV/.installed || $(<"$VENV/.installed") != "$key" ]]; then
-  python=$(find_python)
-  "$python" -m venv --clear "$VENV"
-  echo "Installing ${PACKAGES[0]} into $VENV ..."
-  pip_install --editable ".[train]" "${PACKAGES[@]}"
-  echo "$key" >"$VENV/.installed"
-fi
-# Its own imports warn of deprecated ones.
+# Tunix takes safetensors below 0.8, which later versions of transformers do not. Its own imports warn of deprecated ones.
+install_apart .venv-tunix true --editable ".[train]" \
+  google-tunix==0.1.7 transformers==5.12.1 beartype hypothesis pytest pytest-timeout pytest-xdist
 "$VENV/bin/python" -m pytest -p timeout --timeout-method thread -n 0 -q -rs -W ignore::DeprecationWarning \
   tests/test_tunix.py "$@"
