@@ -13,14 +13,12 @@ trap 'fail "stopped. $AGAIN"' INT TERM
 # Records the longest time of a stage, since a finished stage returns at once.
 record() {
   "$VENV/bin/python" - "$RUN/stages.json" "$1" "$2" <<'PYTHON'
-import json, os, pathlib, sys
+import pathlib, sys
+from eagle3_jax.runs import disk
 
 path, stage, seconds = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-stages = json.loads(path.read_text()) if path.exists() else {}
-stages[stage] = max(seconds, stages.get(stage, 0))
-partial = path.with_suffix(".partial")
-partial.write_text(json.dumps(stages, indent=2) + "\n")
-os.replace(partial, path)
+stages = disk.read_json(path) if path.exists() else {}
+disk.write_json(path, stages | {stage: max(seconds, stages.get(stage, 0))})
 PYTHON
 }
 

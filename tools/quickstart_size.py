@@ -3,39 +3,30 @@
     .venv/bin/python tools/quickstart_size.py configs/quickstart.yaml --spent 70
 
 The package's own code measures three rates: the target reads prompts, the target answers a full batch, the head takes
-training steps. The time of each stage follows from its amount of work. `work.json` in the run's folder keeps the
-measurement and the choice, so that a rerun continues with the same work; `config.yaml` next to it is the config with
-that choice, for all later verbs.
+training steps. The time of the stages follows from their work. `work.json` in the run's folder keeps the choice, so
+that a rerun continues with the same work; `config.yaml` next to it is the config with that choice, for all later verbs.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
 import pathlib
 import statistics
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import yaml
+from tpu.first_run.sizes import training_step
 
 from eagle3_jax import Engine, SamplingParams
 from eagle3_jax.config import PackagedSource, RunConfig, SelfSource, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import chat_template
-from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import command, disk, timing
-from eagle3_jax.training.batch import Batch, Teacher
-from eagle3_jax.training.kinds.eagle3 import Eagle3
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import init_state, make_train_step
 
 # Seconds for all stages, installation included, and the planned share of them; the rest is reserve.
 LIMIT, PLANNED = 20 * 60, 0.9
@@ -51,8 +42,7 @@ _EXTRACTING, _ALONE, _TRIED, _PADDING, _STARTING = 1.3, 5.0, 1.5, 1.05, 380
 _PROMPT, _ANSWER = 64, 17
 
 
-@dataclasses.dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """A machine's tokens a second of the target, at the batch size of `regenerate`; seconds of a training step; and the
     mean tokens of a prompt in its chat template."""
 
@@ -80,21 +70,17 @@ def full(config: RunConfig) -> Work:
     return Work(*[count for count in counts if count is not None])
 
 
-def seconds(work: Work, rates: Rates, config: RunConfig) -> dict[str, float]:
-    """Estimates the seconds of each stage."""
-    prompts, regenerate, train = work.packaged + work.self_written, config.regenerate, config.train
-    tokens = prompts * (rates.prompt_tokens + regenerate.max_tokens)
+def seconds(work: Work, rates: Rates, config: RunConfig) -> float:
+    """Estimates the seconds of all stages."""
+    prompts, answer, train = work.packaged + work.self_written, config.regenerate.max_tokens, config.train
+    tokens = prompts * (rates.prompt_tokens + answer)
     rows = math.ceil(tokens * (1 - config.prepare.held_out) * _PADDING / train.row_length)
     longest = next(source.max_tokens for source in config.prepare.sources if isinstance(source, SelfSource))
-    measured = EVALUATIONS * 2 * work.measured * config.evaluate.max_tokens
-    return {
-        "starting": _STARTING * rates.step,
-        "prepare": _TRIED * work.self_written * longest / rates.answering,
-        "regenerate": prompts * (rates.prompt_tokens / rates.reading + regenerate.max_tokens / rates.answering),
-        "extract": _EXTRACTING * tokens / rates.reading,
-        "train": math.ceil(train.epochs * rows / train.batch_size) * rates.step,
-        "evaluate": measured * _ALONE / rates.answering,
-    }
+    answered = _TRIED * work.self_written * longest + prompts * answer  # by `prepare` and `regenerate`
+    answered += EVALUATIONS * 2 * work.measured * config.evaluate.max_tokens * _ALONE
+    read = prompts * rates.prompt_tokens + _EXTRACTING * tokens
+    steps = _STARTING + math.ceil(train.epochs * rows / train.batch_size)
+    return read / rates.reading + answered / rates.answering + steps * rates.step
 
 
 def choose(rates: Rates, config: RunConfig, spent: float) -> Work:
@@ -103,7 +89,7 @@ def choose(rates: Rates, config: RunConfig, spent: float) -> Work:
     for percent in range(100, round(100 * LEAST) - 1, -1):
         packaged, written, measured = (round(percent / 100 * count) for count in whole)
         work = Work(max(1, packaged), max(1, written), max(min(LEAST_MEASURED, whole.measured), measured))
-        if spent + sum(seconds(work, rates, config).values()) <= PLANNED * LIMIT:
+        if spent + seconds(work, rates, config) <= PLANNED * LIMIT:
             break
     return work
 
@@ -133,33 +119,13 @@ def measure(config: RunConfig) -> Rates:
 
     reading, whole = timing.in_turns([functools.partial(answer, tokens) for tokens in (1, _ANSWER)], lambda: None)
     del engine
+    step, _ = training_step(config, target.model.config, make_mesh(config.mesh))
     return Rates(
         reading=sum(map(len, batch)) / reading,
         answering=len(batch) * (_ANSWER - 1) / max(whole - reading, 0.01 * whole),
-        step=_step_seconds(config, target),
+        step=timing.in_turns([step], lambda: None)[0],
         prompt_tokens=statistics.fmean(map(len, prompts)),
     )
-
-
-def _step_seconds(config: RunConfig, target: Target) -> float:
-    """Measures a training step on ones, which takes as long as one on features."""
-    run, model, mesh = config.train, target.model, make_mesh(config.mesh)
-    kind, optimizer = Eagle3.of(config, model.config), make_optimizer(run, 1000)
-    head, size = kind.shape, (run.batch_size, run.row_length)
-    token_ids = np.arange(head.draft_vocab_size, dtype=np.int32)
-    teacher = jax.jit(Teacher.of)(model.embed[...], model.output_rows, token_ids)
-    state = init_state(functools.partial(kind.new, config.seed), teacher.rows, optimizer, mesh)
-    ones, widths = np.ones(size, np.int32), np.array([head.num_aux_layers, 1]) * head.target_hidden_size
-    aux, last_hidden = (np.ones((*size, width), jnp.bfloat16) for width in widths)
-    batch = Batch(ones, aux, last_hidden, ones, ones, ones, np.cumsum(ones, axis=1, dtype=np.int32) - 1)
-    step = make_train_step(kind, optimizer, mesh)
-
-    def work() -> None:
-        nonlocal state
-        state, sums = step(state, teacher, batch)
-        jax.block_until_ready(sums)
-
-    return timing.in_turns([work], lambda: None)[0]
 
 
 def prepare(path: pathlib.Path, spent: float) -> str:
@@ -173,10 +139,9 @@ def prepare(path: pathlib.Path, spent: float) -> str:
         rates = measure(config)
         spent += time.monotonic() - began
         work = choose(rates, config, spent)
-        ends = [round((spent + sum(seconds(x, rates, config).values())) / 60) for x in (whole, work)]
+        ends = [round((spent + seconds(x, rates, config)) / 60) for x in (whole, work)]
         folder.mkdir(parents=True, exist_ok=True)
-        found = {"rates": dataclasses.asdict(rates), "work": work._asdict(), "seconds": seconds(work, rates, config)}
-        disk.write_json(kept, found)
+        disk.write_json(kept, {"rates": rates._asdict(), "work": work._asdict()})
         summary = (
             f"this machine reads {rates.reading:.0f} tokens/s, answers {rates.answering:.0f} tokens/s "
             f"(batch {config.regenerate.batch_size}), takes a training step in {rates.step:.2f} s.\n"
@@ -191,12 +156,11 @@ def prepare(path: pathlib.Path, spent: float) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=pathlib.Path, help="the YAML to cut")
     parser.add_argument("--spent", type=float, default=0.0, help="seconds that were spent already")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     with command.run("quickstart_size"):
         print(prepare(arguments.config, arguments.spent))
 

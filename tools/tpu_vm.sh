@@ -231,12 +231,8 @@ EOF
 
 # ------------------------------------------------------------------------------------------------------------- commands
 create() {
-  local waited asked="" signal
+  local waited asked=""
   slice "$type"
-  for signal in INT TERM; do
-    # shellcheck disable=SC2064
-    trap "interrupted $signal" "$signal"
-  done
   for ((waited = 0; waited <= 60 * wait_minutes; waited += PAUSE)); do
     look
     [[ $state == NONE || $kind == "$type" ]] || fail "--type: got $type, expected $kind, which $name is; delete it first."
@@ -260,18 +256,10 @@ create() {
         ;;
       SUSPENDED | FAILED) fail "$name is $state, expected ACTIVE. The same command asks again; gcloud compute tpus queued-resources describe $name ${where[*]} says why." ;;
     esac
-    say "$name: $state"
+    say "$name: $state. Ctrl-C ends the waiting alone: it may still come, and costs then; 'delete' ends it."
     sleep "$PAUSE"
   done
   fail "$name is $state after $wait_minutes minutes, expected ACTIVE. The same command waits on, or asks again; 'delete' ends the request."
-}
-
-# interrupted SIGNAL: says what goes on, and ends by the signal, so that a shell's loop around this ends too.
-interrupted() {
-  [[ -z $asked && ${state:-} == NONE ]] ||
-    say "Nobody waits for $name any more, but it may still come, and costs then: the same command waits on, 'delete' ends it."
-  trap - "$1"
-  kill -s "$1" $$
 }
 
 install() {

@@ -1,14 +1,9 @@
-"""Rounds and training steps at an 8B target's size, with random weights.
-
-Operations of a training step are 6 per weight and token (`fc` once, the other weights once per step of the
-training-time test) and 2 for the teacher's logits, without attention scores.
-"""
+"""Rounds and training steps at an 8B target's size, with random weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +26,8 @@ from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs import processes, timing
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
-from eagle3_jax.training.kinds.eagle3 import Eagle3
+from eagle3_jax.training.kinds.kind import kind_of
+from eagle3_jax.training.operations import products
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_state, make_train_step
 from tpu.first_run.lines import Line, attempt, chip_of, predict, time
@@ -134,19 +130,8 @@ def steps(*, small: bool) -> Iterator[Line]:
 
 
 def _steps(run: Run) -> Iterator[Line]:
-    config, teacher, batch = run.config.train, *_inputs(run)
-    kind, optimizer = Eagle3.of(run.config, run.shape), make_optimizer(config, 1000)
-    state = init_state(functools.partial(kind.new, 0), teacher.rows, optimizer, run.mesh)
-    step = make_train_step(kind, optimizer, run.mesh)
-
-    def work() -> None:
-        nonlocal state
-        state, metrics = step(state, teacher, batch)
-        jax.block_until_ready(metrics["loss"])
-
-    seconds, tokens = timing.in_turns([work], lambda: None)[0], config.batch_size * config.row_length
-    once, weights = math.prod(state.head.fc.shape), sum(leaf.size for leaf in jax.tree.leaves(state.head))
-    operations = tokens * (6 * (once + config.ttt_steps * (weights - once)) + 2 * teacher.rows.size)
+    config, (step, operations) = run.config.train, training_step(run.config, run.shape, run.mesh)
+    seconds, tokens = timing.in_turns([step], lambda: None)[0], config.batch_size * config.row_length
     floor = predict(chip_of(run.mesh.devices.flat[0]), operations=operations, devices=run.mesh.size)
     memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     used = "" if floor is None else f", MFU {floor / seconds:.0%}"
@@ -156,19 +141,32 @@ def _steps(run: Run) -> Iterator[Line]:
     yield time(name, seconds, floor, f", {tokens / seconds:,.0f} tokens/s{used}", **numbers)
 
 
-def _inputs(run: Run) -> tuple[Teacher, Batch]:
-    """Makes inputs of a step that trains every position, of ones: no time depends on them."""
-    config, head = run.config.train, DraftHeadConfig.for_target(run.config.draft, run.shape)
-    size, hidden = (config.batch_size, config.row_length), head.target_hidden_size
+def training_step(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> tuple[Callable[[], None], int]:
+    """Makes a call that trains every position of a batch of ones, which takes as long as features; and its operations.
+
+    Operations are those of `training.operations.products`, over all devices.
+    """
+    run, kind, hidden = config.train, kind_of(config, shape), shape.hidden_size
+    optimizer, size = make_optimizer(run, 1000), (run.batch_size, run.row_length)
 
     def teacher() -> Teacher:
-        table = jnp.ones((head.vocab_size, hidden), run.dtype)
-        return Teacher.of(table, table, jnp.arange(head.draft_vocab_size))
+        table = jnp.ones((shape.vocab_size, hidden), config.target.dtype)
+        return Teacher.of(table, table, jnp.arange(kind.shape.draft_vocab_size))
 
     def batch() -> Batch:
         ones = jnp.ones(size, jnp.int32)
-        aux, last = (jnp.ones((*size, width), jnp.bfloat16) for width in (head.num_aux_layers * hidden, hidden))
+        aux, last = (jnp.ones((*size, width * hidden), jnp.bfloat16) for width in (len(shape.aux_layers), 1))
         return Batch(ones, aux, last, ones, ones, ones, jnp.cumsum(ones, axis=1) - 1)
 
-    where = shardings(jax.eval_shape(teacher), run.mesh, TEACHER_SHARDING_RULES)
-    return jax.jit(teacher, out_shardings=where)(), jax.jit(batch, out_shardings=batch_sharding(run.mesh))()
+    teaches = jax.jit(teacher, out_shardings=shardings(jax.eval_shape(teacher), mesh, TEACHER_SHARDING_RULES))()
+    given = jax.jit(batch, out_shardings=batch_sharding(mesh))()
+    state = init_state(functools.partial(kind.new, 0), teaches.rows, optimizer, mesh)
+    step = make_train_step(kind, optimizer, mesh)
+    operations = products(step.trace(state, teaches, given).jaxpr.jaxpr)
+
+    def work() -> None:
+        nonlocal state
+        state, metrics = step(state, teaches, given)
+        jax.block_until_ready(metrics["loss"])
+
+    return work, operations
