@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import unittest.mock
 from typing import Any
 
@@ -52,14 +53,18 @@ def understand_script(script: str, arguments: list[str]) -> None:
     subprocess.run(["bash", "-n", ROOT / script], check=True, timeout=60)
     if script == "tools/tpu_vm.sh":
         command, *more = ("configs/llama31_8b.yaml" if word == "my-head.yaml" else word for word in arguments)
-        done = subprocess.run(
-            ["bash", ROOT / script, command, "--dry-run", *more],
-            env=os.environ | {"VENV": sys.prefix},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
+        with tempfile.TemporaryDirectory() as folder:  # the script asks gcloud behind its checks
+            gcloud = pathlib.Path(folder) / "gcloud"
+            gcloud.write_text("#!/bin/sh\necho asked >&2\nexit 1\n")
+            gcloud.chmod(0o755)
+            done = subprocess.run(
+                ["bash", ROOT / script, command, *more],
+                env=os.environ | {"VENV": sys.prefix, "PATH": f"{folder}:{os.environ['PATH']}"},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        assert done.stderr == "tpu_vm.sh: asked\n", done.stderr
         return
     text = "\n".join(line for line in (ROOT / script).read_text().splitlines() if not line.startswith("#"))
     known = re.findall(r"^ *\"?([a-z]*)\"?\)", text, re.MULTILINE)

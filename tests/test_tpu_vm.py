@@ -462,27 +462,6 @@ def test_a_slice_that_is_not_there_runs_nothing(cloud, config, state):
     assert ended.stderr.startswith("tpu_vm.sh: ") and "create" in ended.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["create --type v6e-8 --spot", "train", "serve", "delete"])
-def test_a_dry_run_shows_all_and_asks_nothing(cloud, config, command):
-    (cloud.folder / "hosts/1").rename(cloud.folder / "another")
-    words = [*command.split(), *(["--config", str(config)] if command in ("train", "serve") else [])]
-    ended = cloud.run(*words, "--dry-run")
-    assert ended.returncode == 0, ended.stderr
-    assert cloud.asked() == []
-    shown = cloud.bash("-c", ended.stdout)
-    assert shown.returncode == 0, shown.stderr
-    would_ask = cloud.asked()
-    cloud.run(
-        *words,
-        type="v6e-8",
-        spot=words[0] == "create",
-        states=["NONE", "ACTIVE"] if words[0] == "create" else ["ACTIVE"],
-    )
-    assert cloud.asked()[: len(would_ask)] == would_ask
-    assert len(cloud.asked()) - len(would_ask) == (words[0] == "create")
-
-
 # ----------------------------------------------------------------------------------------------- Kubernetes, containers
 def test_the_jobset_is_one_slice_whose_hosts_agree():
     jobset = yaml.safe_load((ROOT / "examples/kubernetes/jobset.yaml").read_text())

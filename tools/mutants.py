@@ -6,8 +6,7 @@
 
 A mutant names a function, not a file, and its code is compared as syntax, so moves and reformatting need no edit. All
 tests of the table run once without mutants. Then each mutant is applied to a temporary copy of the tracked files, two
-at a time, and its own test must fail. The exit status is 1 if a mutant survives, its code is not found exactly once, or
-its test fails without it.
+at a time, and its own test must fail. The exit status is 1 where one does not, or a mutant does not fit the code.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 HUNG = -1
 ROOT = pathlib.Path(__file__).parents[1]
@@ -68,19 +68,11 @@ def read(path: pathlib.Path) -> list[Mutant]:
 
 
 def mutate(root: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
-    """Returns the file of the mutant's code, and its text with the mutant applied.
-
-    Raises:
-        ValueError: the code is not found exactly once, or the result is not Python.
-    """
+    """Applies a mutant: returns the file and its new text. Raises ValueError: not one place, or not Python then."""
     old, new = _parsed(mutant.old), mutant.new
     wanted, functions = ast.dump(old), list(_functions(root, mutant.function))
-    found = [
-        (path, node)
-        for path, function in functions
-        for node in ast.walk(function)
-        if isinstance(node, ast.expr | ast.stmt) and type(node) is type(old) and ast.dump(node) == wanted
-    ]
+    nodes = [(path, node) for path, function in functions for node in ast.walk(function) if type(node) is type(old)]
+    found: list[tuple[pathlib.Path, Any]] = [(path, node) for path, node in nodes if ast.dump(node) == wanted]
     if len(found) != 1:
         files = ", ".join(sorted({str(path.relative_to(root)) for path, _ in functions})) or "no file"
         raise ValueError(f"{mutant.function} (in {files}): got {len(found)} times {mutant.old!r}, expected once")
@@ -89,8 +81,6 @@ def mutate(root: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
         new = f"({new})"  # safe in any context
     source = path.read_bytes()  # columns are bytes
     starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
-    assert node.end_lineno is not None
-    assert node.end_col_offset is not None
     begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
     text = (source[:begin] + new.encode() + source[end:]).decode()
     try:
@@ -106,12 +96,9 @@ def _functions(root: pathlib.Path, name: str) -> Iterator[tuple[pathlib.Path, as
     def inside(node: ast.AST, names: list[str]) -> Iterator[ast.AST]:
         if not names:
             yield node
-            return
-        for child in ast.iter_child_nodes(node):
-            if not isinstance(child, _DEFINITIONS):
-                yield from inside(child, names)
-            elif child.name == names[0]:
-                yield from inside(child, names[1:])
+        for child in ast.iter_child_nodes(node) if names else ():
+            if not isinstance(child, _DEFINITIONS) or child.name == names[0]:
+                yield from inside(child, names[isinstance(child, _DEFINITIONS) :])
 
     names = name.split(".")
     for path in sorted((root / PACKAGE).rglob("*.py")):
@@ -137,11 +124,10 @@ def locate(root: pathlib.Path, test: str) -> str:
     """Finds the node id of a test, see `Mutant`. Raises ValueError: not in exactly one file."""
     named, bracket, case = test.partition("[")
     file, _, name = named.rpartition("::")
-    found = [
-        path.relative_to(root).as_posix()
-        for path in sorted((root / TESTS).rglob(file or "test_*.py"))
-        if any(isinstance(x, _DEFINITIONS) and x.name == name for x in _tree(path.read_text()).body)
-    ]
+    found = []
+    for path in sorted((root / TESTS).rglob(file or "test_*.py")):
+        if any(isinstance(x, _DEFINITIONS) and x.name == name for x in _tree(path.read_text()).body):
+            found.append(path.relative_to(root).as_posix())
     if len(found) != 1:
         files = ", ".join(found) or "no file"
         raise ValueError(f"{test}: got it in {files}, expected one file; 'test_file.py::{name}' says which")
@@ -186,10 +172,8 @@ def check(folder: pathlib.Path, mutant: Mutant, test: str) -> str:
         return str(error)
     original = path.read_bytes()
     path.write_text(text)
-    try:
-        status, output = run_tests(folder, [test], "-x", timeout=SECONDS)
-    finally:
-        path.write_bytes(original)
+    status, output = run_tests(folder, [test], "-x", timeout=SECONDS)
+    path.write_bytes(original)
     if status == 0:
         return f"{mutant.old!r} -> {mutant.new!r} survived {test}"
     return "" if status in (1, HUNG) else f"{test}: status {status}, expected a failing test\n{output[-2000:]}"
@@ -212,11 +196,9 @@ def check_all(mutants: Sequence[Mutant]) -> int:
         print(f"{len(set(tests))} tests without a mutant: {time.monotonic() - begin:.0f} s", flush=True)
 
         def judge(mutant: Mutant, test: str) -> str:
-            folder = copies.get()
-            try:
-                return check(folder, mutant, test)
-            finally:
-                copies.put(folder)
+            problem = check(folder := copies.get(), mutant, test)
+            copies.put(folder)
+            return problem
 
         with concurrent.futures.ThreadPoolExecutor(WORKERS) as threads:
             judged = zip(mutants, tests, threads.map(judge, mutants, tests), strict=True)

@@ -7,7 +7,7 @@ WRONG or slow; each writes its JSON. The stages:
 
 - device: versions, chips, and their memory against the chip's HBM.
 - kernels: every Pallas kernel of tools/tpu/cases.py against XLA's operations; products in float32; equal scores.
-- speeds: products of 1 to 16 rows, collectives over the chips of a host and over all, transfers and dispatches.
+- speeds: products of 1 to 16 rows, collectives over the chips of a host and over all.
 - tokens: greedy answers of a packaged model with drafts against those without, in each dtype, on one chip and several.
 - rounds: an 8B target's rounds by draft, with random weights, on all chips of a host.
 - training: a training step at that size; the verb `train`, stopped by SIGTERM and started again.

@@ -126,13 +126,13 @@ def main() -> None:
     columns = ("arguments", "temporary", "beside", "total", "of HBM", "compile")
     print(f"{'':20}{'mesh':>5}" + "".join(f"{name:>11}" for name in columns))
     for program in programs:
-        start, row = time.monotonic(), {"program": program.name, "mesh": dict(program.mesh.shape)}
+        start, row = time.monotonic(), {"topology": arguments.topology, "program": program.name}
         try:
             row |= figures(program, measure(program, limit), limit)
         # A kernel checks VMEM and SMEM beforehand, or the compiler fails.
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             row |= {"fits": False, "refused": str(error)}
-        rows.append({"topology": arguments.topology, **row, "seconds": time.monotonic() - start})
+        rows.append(row | {"mesh": dict(program.mesh.shape), "seconds": time.monotonic() - start})
         print(describe(rows[-1]), flush=True)
     if arguments.json:
         disk.write_json(arguments.json, rows)
@@ -173,7 +173,7 @@ def decoding(
     Args:
         length: most tokens of a prompt and its answer; None is `regenerate`'s.
         learned: newest tokens of a request that a live head learns from.
-        beside: tier of another engine of the same target and sizes, whose state is on the devices too.
+        beside: tier of another engine, whose state is on the devices too.
     """
     mesh = replicas(make_mesh(config.mesh, devices))[0].rows[0]
     head, draft = drafting_head(config, shape) if tier.head else None, None
@@ -332,17 +332,12 @@ def ids_of(head: Any) -> jax.ShapeDtypeStruct:
 
 
 def abstract_target(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:
-    dtype, model = jnp.dtype(config.target.dtype), family_of(shape).model
-    floats = placed(shapes_of(lambda rngs: model(shape, dtype=dtype, rngs=rngs)), mesh, SHARDING_RULES)
-    return placed(in_few_bits(config, floats), mesh, SHARDING_RULES)
-
-
-def in_few_bits(config: RunConfig, target: TargetModel) -> TargetModel:
-    """Quantises a target's shapes as the config says. Raises ValueError: in the bits that its file has."""
-    weights = config.target.weights
+    """Makes a target's shapes in the bits that the config names. Raises ValueError: those of its file."""
+    dtype, model, weights = jnp.dtype(config.target.dtype), family_of(shape).model, config.target.weights
     if weights == "stored":
         raise ValueError("target.weights: got 'stored', expected 'int8', 'fp8' or 'int4': only shapes are known here")
-    return quantised_model(target, weights, vocabulary=config.target.quantise_vocabulary)
+    floats = placed(shapes_of(lambda rngs: model(shape, dtype=dtype, rngs=rngs)), mesh, SHARDING_RULES)
+    return placed(quantised_model(floats, weights, vocabulary=config.target.quantise_vocabulary), mesh, SHARDING_RULES)
 
 
 def by_rows(module: Any) -> Any:

@@ -35,6 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu.cases import CASES, PRODUCTS, STATIC_PROFILE, Case
 from tpu.topology import CHIPS, ENVIRONMENT, topology_devices
 
+Counted = tuple[int | None, str | None]  # cycles, or the reason for none
 _PROFILE = "--xla_jf_dump_static_llo_profile_to={folder}"
 _BUNDLES = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
 SECONDS = 600  # for one program
@@ -80,8 +81,8 @@ def measure(name: str, case: Case, command: list[str]) -> dict[str, Any]:
     }
 
 
-def count(method: str, command: list[str]) -> tuple[int | None, str | None]:
-    """Counts cycles of the program that `command` compiles, or returns the reason for none."""
+def count(method: str, command: list[str]) -> Counted:
+    """Counts cycles of the program that `command` compiles."""
     with tempfile.TemporaryDirectory() as folder:
         flags = (_PROFILE if method == STATIC_PROFILE else _BUNDLES).format(folder=folder)
         environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags}
@@ -110,9 +111,7 @@ def static_profile(folder: pathlib.Path) -> int | None:
     return total or None
 
 
-def bundles(
-    folder: pathlib.Path, trips: dict[str, list[int]], sizes: Callable[[str], list[int]]
-) -> tuple[int | None, str | None]:
+def bundles(folder: pathlib.Path, trips: dict[str, list[int]], sizes: Callable[[str], list[int]]) -> Counted:
     """Sums `sizes` times trip counts over the custom calls with these names."""
     total = 0
     for name, times in trips.items():

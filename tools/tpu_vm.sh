@@ -9,8 +9,8 @@
 #     bash tools/tpu_vm.sh serve   --name head --zone us-west4-a --config my.yaml --port 8000
 #     bash tools/tpu_vm.sh delete  --name head --zone us-west4-a
 #
-# Every command resumes when it is run again. --dry-run prints the calls of gcloud instead of making them.
-# --project names another project than gcloud's own. See docs/batch-jobs-on-tpu-vms.md.
+# Every command resumes when it is run again. --project names another project than gcloud's own.
+# See docs/batch-jobs-on-tpu-vms.md.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 # Label of the slices that `create` makes; others are never used or deleted.
@@ -28,9 +28,9 @@ command=${1:-nothing}
 [[ -v OPTIONS[$command] ]] ||
   fail "got $command, expected create, install, first-run, regenerate, extract, train, serve or delete."
 shift
-options="--name --zone --project --dry-run ${OPTIONS[$command]}"
+options="--name --zone --project ${OPTIONS[$command]}"
 
-name="" zone="" project="" type="" config="" spot="" dry_run="" run_dir=""
+name="" zone="" project="" type="" config="" spot="" run_dir=""
 port=8000 wait_minutes=60
 overrides=()
 while (($#)); do
@@ -41,8 +41,8 @@ while (($#)); do
   [[ $1 == --* && " $options " == *" $1 "* ]] || fail "$command: got '$1', expected some of $options."
   variable=${1#--}
   variable=${variable//-/_}
-  if [[ $1 == --spot || $1 == --dry-run ]]; then
-    printf -v "$variable" yes
+  if [[ $1 == --spot ]]; then
+    spot=yes
     shift
   else
     (($# > 1)) && [[ $2 != --* ]] || fail "$1: got nothing, expected a value."
@@ -97,30 +97,18 @@ if [[ $options == *--config* ]]; then
 fi
 where=("--zone=$zone")
 [[ -z $project ]] || where+=("--project=$project")
-[[ -n $dry_run ]] || command -v gcloud >/dev/null || fail "no gcloud on the PATH, expected the Google Cloud CLI."
+command -v gcloud >/dev/null || fail "no gcloud on the PATH, expected the Google Cloud CLI."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 # --------------------------------------------------------------------------------------------------------------- gcloud
-# ask ARGUMENTS...: calls gcloud; with --dry-run prints the call, in a form that a shell can run.
-ask() {
-  if [[ -n $dry_run ]]; then
-    echo "gcloud ${*@Q}"
-  else
-    gcloud "$@"
-  fi
-}
-
 # look: sets state (NONE without a slice), label, type and tier (spot, or empty) of the slice.
 look() {
   local fields="state.state,tpu.nodeSpec[0].node.labels.made_by,tpu.nodeSpec[0].node.acceleratorType" answer
   fields+=",spot.encode(base64)" # an empty message where it is there, which prints as nothing itself
-  if ! answer=$(ask compute tpus queued-resources describe "$name" "${where[@]}" "--format=csv[no-heading]($fields)" 2>"$scratch/error"); then
+  if ! answer=$(gcloud compute tpus queued-resources describe "$name" "${where[@]}" "--format=csv[no-heading]($fields)" 2>"$scratch/error"); then
     grep -q "NOT_FOUND: .*/$name\b" "$scratch/error" || fail "$(<"$scratch/error")"
     state=NONE
-  elif [[ -n $dry_run ]]; then
-    echo "$answer"
-    state=ACTIVE label=$LABEL kind=${type:-v5litepod-8} tier=$spot
   else
     IFS=, read -r state label kind tier <<<"$answer"
     tier=${tier:+yes}
@@ -144,16 +132,14 @@ stays, and the run goes on from there." ;;
 
 # everywhere WORD SCRIPT: runs the script on all hosts at once; fails unless each one completes it.
 everywhere() {
-  local output=$scratch/output count script
-  script="$2"$'\n'"echo \"tpu_vm: \$(hostname) $1\""
-  on_hosts "$script" | tee "$output" || true
-  if [[ -n $dry_run ]]; then return; fi
+  local output=$scratch/output count
+  on_hosts "$2"$'\n'"echo \"tpu_vm: \$(hostname) $1\"" | tee "$output" || true
   count=$(grep -c "^tpu_vm: .* $1\$" "$output" || true)
   ((count == hosts)) || fail "$1: $count of $hosts hosts; what was said stands above. Run the same command again."
 }
 
 on_hosts() {
-  ask compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all --quiet "--command=$1"
+  gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all --quiet "--command=$1"
 }
 
 # ------------------------------------------------------------------------------------------------- what runs on a host
@@ -242,13 +228,12 @@ create() {
       delete
       state=NONE
     fi
-    if [[ -z $asked && $state == NONE || -n $dry_run ]]; then
+    if [[ -z $asked && $state == NONE ]]; then
       # The request expires when this wait would; until then it stays, even if nobody waits.
       asked=yes
-      ask compute tpus queued-resources create "$name" "--node-id=$name" "${where[@]}" "--accelerator-type=$type" \
+      gcloud compute tpus queued-resources create "$name" "--node-id=$name" "${where[@]}" "--accelerator-type=$type" \
         "--runtime-version=$software" "--labels=made_by=$LABEL" ${spot:+--spot} "--valid-until-duration=${wait_minutes}m" --async --quiet
     fi
-    if [[ -n $dry_run ]]; then return; fi
     case $state in
       ACTIVE)
         say "$name is ACTIVE: $type, $hosts hosts. Next: install."
@@ -268,8 +253,8 @@ install() {
   # If an agent runs with other keys, gcloud copies to several hosts only with its own key in it.
   ((hosts == 1)) || agent=", after ssh-add ~/.ssh/google_compute_engine where the SSH agent lacks this key"
   git diff --quiet HEAD || say "Changes that are not committed stay here."
-  [[ -n $dry_run ]] || git archive --format=tar.gz "--output=$scratch/eagle3_jax.tar.gz" HEAD
-  ask compute tpus tpu-vm scp "$scratch/eagle3_jax.tar.gz" "$name:eagle3_jax.tar.gz" "${where[@]}" --worker=all --quiet ||
+  git archive --format=tar.gz "--output=$scratch/eagle3_jax.tar.gz" HEAD
+  gcloud compute tpus tpu-vm scp "$scratch/eagle3_jax.tar.gz" "$name:eagle3_jax.tar.gz" "${where[@]}" --worker=all --quiet ||
     fail "not copied to all hosts; see above. Run the same command again$agent."
   everywhere installed "$(install_script)"
 }
@@ -281,7 +266,7 @@ first_run() {
   on_hosts "cd eagle3_jax && env $VERBS_ENVIRONMENT .venv/bin/python tools/tpu_first_run.py\
 ${run_dir:+ --run-dir $(printf %q "$run_dir")}" || status=$?
   mkdir -p runs
-  ask compute tpus tpu-vm scp "$name:eagle3_jax/runs/first_run/first_run.json" runs/first_run.json "${where[@]}" --worker=0 --quiet ||
+  gcloud compute tpus tpu-vm scp "$name:eagle3_jax/runs/first_run/first_run.json" runs/first_run.json "${where[@]}" --worker=0 --quiet ||
     fail "got no table from host 0; what was said stands above."
   say "runs/first_run.json holds all figures."
   ((status == 0)) || fail "first-run: something is WRONG, or a host did not answer; see above."
@@ -303,7 +288,6 @@ follow() {
   while true; do
     on_hosts "$(status_script)" >"$output" || true
     cat "$output"
-    if [[ -n $dry_run ]]; then return; fi
     if (($(grep -c "^tpu_vm: .* 0\$" "$output" || true) == hosts)); then
       say "$command: finished on $hosts of $hosts hosts."
       return
@@ -336,7 +320,7 @@ serve() {
   overrides=(--host 127.0.0.1 --port "$port" ${overrides[@]+"${overrides[@]}"})
   everywhere started "$(start_script)"
   say "On http://127.0.0.1:$port while this runs; Ctrl-C ends the server and the tunnel."
-  ask compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=0 --quiet --ssh-flag=-tt "--ssh-flag=-L 127.0.0.1:$port:127.0.0.1:$port" \
+  gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=0 --quiet --ssh-flag=-tt "--ssh-flag=-L 127.0.0.1:$port:127.0.0.1:$port" \
     "--command=$(tunnel_script)" || fail "serve ended, its log stands above. Run the same command again."
 }
 
@@ -345,7 +329,7 @@ delete() {
   if [[ $state == NONE ]]; then
     say "There is no $name in $zone."
   else
-    ask compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
+    gcloud compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
   fi
 }
 

@@ -37,17 +37,14 @@ LOOPS = "bundles x trips, loops"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One program.
+    """One program: columns of the JSON rows; the least bytes between HBM and the chip; operations; sizes for a table.
 
     Attributes:
-        fields: its kernel and sizes, columns of the JSON rows.
-        floor_bytes, operations: the least bytes to move between HBM and the chip, and the operations of its products.
-        sizes: for a table.
         function: calls the kernel as the engine or the trainer does, with its `implementation` and `interpret`.
         arguments: shape and dtype of each; `values` of those that are no random numbers of this `scale`.
         method: that counts its cycles, see tools/tpu_kernels.py.
-        trips: part of a custom call's name -> trip counts, under the chip's mesh, for the methods that count bundles.
-            With PRODUCTS one for each stretch of code with matrix products, with LOOPS one for each loop, in order.
+        trips: part of a custom call's name -> trip counts, under the chip's mesh: with PRODUCTS one for each stretch of
+            code with matrix products, with LOOPS one for each loop, in order.
         donated: indices of the arguments that are written in place.
     """
 

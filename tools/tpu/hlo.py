@@ -26,12 +26,8 @@ COLLECTIVE = re.compile(
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Operation:
-    """One line of a computation.
-
-    Attributes:
-        type: its result, as HLO writes it. rest: all behind the operation's name: operands and attributes.
-        operands: in the same computation. readers: what reads it, and as its how manieth operand.
-    """
+    """One line of a computation: its result's type as HLO writes it, all behind its kind as `rest`; its operands in the
+    same computation, and its readers, each with the number of the operand that it is there."""
 
     program: Program
     computation: str
@@ -58,8 +54,7 @@ class Operation:
     @property
     def where(self) -> str:
         """The traced operation that it comes from; empty where the compiler made it."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        return self.rest.partition('op_name="')[2].partition('"')[0]
 
     @property
     def constant(self) -> int | None:
@@ -99,7 +94,6 @@ class Collective:
     """Something that travels between devices.
 
     Attributes:
-        kind: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute.
         bytes: of the whole array on a device, once: what an all-gather makes, what the others take.
         axes: the mesh's axes along which it travels. group: the partitions of one group; a permutation's first pair.
         beside: the operations that run while it travels.
@@ -135,11 +129,9 @@ class Program:
         (self.entry,) = entries
 
     def executed(self, *, one_pass: bool = False, branch: Callable[..., Any] = max) -> list[Executed]:
-        """Lists the operations that run, fusions whole.
+        """Lists the operations that run, fusions whole; `one_pass`: through the entry's longest loop alone, as a round.
 
-        Args:
-            one_pass: those of one pass through the entry's longest loop alone, such as a round of decoding.
-            branch: max or min: whether a conditional runs its branch of most or of fewest operations.
+        A conditional runs its branch of most operations, or with `branch=min` of fewest.
         """
 
         def run(lines: list[Operation], times: int = 1, in_loop: bool = False, aside: bool = False) -> list[Executed]:
@@ -164,15 +156,9 @@ class Program:
 
 
 def collectives(program: Program | str, mesh_shape: Mapping[str, int], **how: Any) -> list[Collective]:
-    """Lists what travels between devices, in the order of the program.
+    """Lists what travels between devices, in the order of the program or its text (`how`: see `Program.executed`).
 
-    Args:
-        program: or its text.
-        mesh_shape: axis -> size, in the mesh's order: `dict(mesh.shape)`.
-        how: see `Program.executed`.
-
-    Raises:
-        ValueError: replica groups of another mesh, or in an unknown form.
+    `mesh_shape` is `dict(mesh.shape)`. Raises ValueError: replica groups of another mesh, or in an unknown form.
     """
     program = Program(program) if isinstance(program, str) else program
     found = []

@@ -36,20 +36,15 @@ _PASSES = {"highest": 6, "high": 3}
 # No time: names of others' results, and copies, whose readers pay for them.
 _FREE = re.compile(
     r"parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|replica-id|opt-barrier|domain|"
-    r"(copy|slice|async|all-reduce|all-gather|collective-permute|send|recv)-(start|done|update)|"
-    r"(add-dependency)"
+    r"add-dependency|(copy|slice|async|all-reduce|all-gather|collective-permute|send|recv)-(start|done|update)"
 )
 _NO_KERNEL = re.compile(r'custom_call_target="(ConcatBitcast|AllocateBuffer|Sharding|AssumeGatherIndicesInBound)"')
 
 
 @dataclasses.dataclass
 class Price:
-    """Seconds of a device.
-
-    Attributes:
-        products: matrix products. passes: all else on the device, kernels included. collectives: between devices.
-        straight, looped: how many collectives run in straight code, and how many in loops.
-    """
+    """Seconds of a device: matrix products, all else on it (kernels included), and collectives; how many of these are
+    in straight code, and how many in loops."""
 
     products: float = 0.0
     passes: float = 0.0
@@ -63,12 +58,9 @@ class Price:
 
 
 def price(program: Program, mesh: Any, chip: Chip, *, layers: float = 1.0, **how: Any) -> Price:
-    """Prices a program, or one pass through its loop.
+    """Prices a program that was compiled for a mesh, or one pass through its loop (`how`: see `hlo.Program.executed`).
 
-    Args:
-        mesh: the `jax.sharding.Mesh` that it was compiled for.
-        layers: how many of the target's layers each compiled one stands for.
-        how: see `hlo.Program.executed`.
+    Each of its layers stands for as many of the target's as `layers` says.
     """
     paid, alone = Price(), dict[Operation, float]()
     for operation, times, _, aside in program.executed(**how):
@@ -178,18 +170,13 @@ def _operations(operation: Operation) -> int:
     left, right, made = map(shape_of, (*types, operation.type))
     if operation.kind == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.rest)
-        return (
-            2
-            * passes
-            * math.prod(left[axis] for axis in shape_of(contracted[1] if contracted else ""))
-            * math.prod(made)
-        )
+        inner = math.prod(left[axis] for axis in shape_of(contracted[1] if contracted else ""))
+        return 2 * passes * inner * math.prod(made)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.rest)
     if labels is None:
         raise ValueError(f"{operation.name}: got no dim_labels, expected some: {operation.rest[:200]}")
-    data, kernel, result = (
-        dict(zip(*pair, strict=True)) for pair in zip(labels.groups(), (left, right, made), strict=True)
-    )
+    named = zip(labels.groups(), (left, right, made), strict=True)
+    data, kernel, result = (dict(zip(*pair, strict=True)) for pair in named)
     window = re.search(r"window=\{([^}]*)\}", operation.rest)
     options = dict(part.split("=") for part in window[1].split()) if window else {}
     pairs = 1  # of an output and a kernel's place, whose input exists

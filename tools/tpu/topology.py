@@ -23,13 +23,8 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One JAX device. Bandwidth and operations are published figures; the clock is assumed.
-
-    Attributes:
-        gigahertz: clock. gigabytes: HBM bandwidth, a second. teraflops: bfloat16.
-        link: GB/s around a ring of chips, both directions together.
-        devices: JAX devices of a chip. Topology names and prices count chips.
-    """
+    """One JAX device: an assumed clock; published HBM bandwidth in GB/s, and operations in bfloat16; GB/s around a ring
+    of chips, both directions together; and how many devices a chip has, which topologies and prices count."""
 
     topology: str
     gigahertz: float

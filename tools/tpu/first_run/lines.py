@@ -18,14 +18,8 @@ _WIDTHS = 46, 40, 30
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line.
-
-    Attributes:
-        name: what was checked; unique within a run.
-        got, expected: as printed; `expected` is the prediction beside a time, the reason beside a skipped check.
-        verdict: OK, WRONG, SLOW or SKIPPED. Only WRONG fails the run.
-        numbers: the figures behind the text, JSON-ready: seconds, bytes, shares.
-    """
+    """A check by its unique name; as printed what was got, and what was expected, predicted, or why it was skipped; its
+    verdict, of which only WRONG fails the run; and the figures behind the text, JSON-ready."""
 
     name: str
     got: str
@@ -87,10 +81,7 @@ def chip_of(device: Any) -> Chip | None:
 
 
 def predict(chip: Chip | None, *, read: float = 0, operations: float = 0, devices: int = 1) -> float | None:
-    """Predicts the seconds of a program: the larger of its bytes and its operations over the devices' figures.
-
-    Both are of all devices together. It is a floor: collectives, small operations and waits take time too.
-    """
+    """Predicts the least seconds of a program by the bytes and the operations of all devices together."""
     return None if chip is None else chip.seconds(read, operations) / devices
 
 

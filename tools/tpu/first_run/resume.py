@@ -7,7 +7,6 @@ import json
 import pathlib
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time as clock
@@ -23,7 +22,7 @@ from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import disk, manifest, processes
 from eagle3_jax.runs.command import STOPPED
 from tpu.first_run import sizes
-from tpu.first_run.lines import OK, Line, attempt, right, skipped, time
+from tpu.first_run.lines import OK, Line, attempt, right, skipped
 
 SECONDS = 300  # for one run of the verb
 FEATURES = "features of the verb extract"
@@ -32,11 +31,7 @@ _TIMES = re.compile(r"second|wait|teraflops|mfu|gibibytes")
 
 
 def training(arguments: Any, folder: pathlib.Path) -> Iterator[Line]:
-    """Training steps; then two equal runs up to their features, and their config, which `resumed` runs.
-
-    `--run-dir` is a folder that all hosts see, in which each first run gets one of its own; without it one host is
-    alone.
-    """
+    """Training steps; then two equal runs up to their features, and their config, which `resumed` runs."""
     yield from sizes.steps(small=arguments.small)
     config = folder / "train.yaml"
     config.unlink(missing_ok=True)
@@ -63,7 +58,7 @@ def _features(target: str, run_dir: str, path: pathlib.Path, *, small: bool) -> 
     identity = load_target(TargetConfig(name=target), only=()).identity
     for run in ("whole", "stopped"):
         config = run_file.from_dict(values | {"run_dir": f"{run_dir}/{run}"})
-        processes.agree(lambda config=config: _conversations(config.folder("regenerate"), identity, rows))
+        processes.agree(functools.partial(_conversations, config.folder("regenerate"), identity, rows))
         extract.extract(config)
     path.write_text(yaml.safe_dump(values | {"run_dir": run_dir}))
     yield Line(FEATURES, f"written, {rows} rows of {length} tokens a step", "-", OK)
@@ -94,10 +89,6 @@ def _resumed(config: pathlib.Path) -> Iterator[Line]:
     whole, stopped = f"{run_dir}/whole", f"{run_dir}/stopped"
     yield right("train: exit status", _train(config, whole, "whole"), 0)
     before = metrics(whole)
-    later = [line for line in before if line["kind"] == "train" and line["step"] > 2]
-    wait = statistics.median(line["data_wait"] for line in later)
-    step = statistics.median(line["tokens"] / line["tokens_per_second"] for line in later)
-    yield time("train: a step, logged", step, None, f", {wait:.1%} of it waiting for data", data_wait=wait)
     yield right("train: exit status after SIGTERM", _train(config, stopped, "stopped", stop=True), STOPPED)
     reached = max(line["step"] for line in metrics(stopped))
     yield right("train: exit status, started again", _train(config, stopped, "again"), 0)
@@ -117,12 +108,11 @@ def metrics(run_dir: str) -> list[dict[str, Any]]:
 
 def same(expected: Sequence[dict[str, Any]], got: Sequence[dict[str, Any]], stopped: int) -> Line:
     """Makes the line of a run that was stopped behind a step: every number must be that of the run that was not."""
-
-    def untimed(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{name: value for name, value in line.items() if not _TIMES.search(name)} for line in lines]
-
-    pairs = zip(untimed(expected), untimed(got), strict=False)
-    differ = next((line for line, other in pairs if line != other), None)
+    mine, theirs = (
+        [{name: value for name, value in line.items() if not _TIMES.search(name)} for line in lines]
+        for lines in (expected, got)
+    )
+    differ = next((line for line, other in zip(mine, theirs, strict=False) if line != other), None)
     text = f"{len(got)} lines, stopped behind step {stopped}"
     if differ is not None:
         text += f", another {differ['kind']} at step {differ['step']}"

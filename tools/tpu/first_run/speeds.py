@@ -1,7 +1,4 @@
-"""Versions, chips and memory; times of products of few rows, collectives, and the host's transfers and dispatches.
-
-What is timed is checked too.
-"""
+"""Versions, chips and memory; times of products of few rows; collectives, whose results are checked too."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 
 from eagle3_jax.config import MeshConfig
-from eagle3_jax.decoding.device.report import of_decode
 from eagle3_jax.kernels.linear import few_rows
-from eagle3_jax.mesh import make_mesh, put, replicated
+from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models.inference_layout import Product
 from eagle3_jax.runs import machine, processes, timing
 from tpu.first_run.lines import OK, Line, attempt, chip_of, predict, right, skipped, time
@@ -28,7 +24,6 @@ from tpu.first_run.lines import OK, Line, attempt, chip_of, predict, right, skip
 # Shares of a chip's HBM: what the runtime gives to programs at least, and what may be in use before anything ran.
 LEAST_LIMIT, MOST_USED = 0.85, 0.05
 TIMES = 16  # collectives in one program
-ARGUMENTS = 400  # as many leaves as an 8B target, its head and its caches have
 
 
 def device(*_: Any) -> Iterator[Line]:
@@ -66,7 +61,6 @@ def speeds(arguments: Any, *_: Any) -> Iterator[Line]:
         for elements in (2**11, 2**16 if small else 2**24):
             check = functools.partial(_collectives, axis, mesh, elements)
             yield from attempt(f"collectives over {axis}, {4 * elements} bytes", check)
-    yield from attempt("host", _host)
 
 
 def _products(*, small: bool) -> Iterator[Line]:
@@ -120,25 +114,3 @@ def _collectives(axis: str, mesh: Mesh, elements: int) -> Iterator[Line]:
         predicted, rate = None if chip is None else moved / (chip.link * 1e9), moved / seconds / 1e9
         more = {"gigabytes_per_second": rate}
         yield time(f"{kind.__name__} {name}: time", seconds, predicted, f", {rate:.3g} GB/s", **more)
-
-
-def _host() -> Iterator[Line]:
-    mesh = Mesh(np.array(jax.local_devices()), "model")
-    width = of_decode(7, 64, None).itemsize // 4
-    report = np.arange(8 * width, dtype=np.int32).reshape(8, width)
-    add = jax.jit(lambda x: x + 1, out_shardings=replicated(mesh))
-    on_device, fresh = put(report, replicated(mesh)), None
-
-    def prepare() -> None:
-        nonlocal fresh
-        fresh = jax.block_until_ready(add(on_device))
-
-    seconds = timing.in_turns([lambda: np.asarray(fresh)], prepare)[0]
-    yield right("a report on the host", bool((np.asarray(fresh) == report + 1).all()), True)
-    yield time(f"a report of {report.nbytes:,} bytes to the host", seconds, None)
-    for count in (1, ARGUMENTS):
-        some = [put(np.full(8, index, np.int32), replicated(mesh)) for index in range(count)]
-        last = jax.jit(lambda xs: xs[-1] + 1, keep_unused=True)
-        yield right(f"a program of {count} arguments", int(np.asarray(last(some))[0]), count)
-        seconds = timing.in_turns([lambda f=last, x=some: f(x).block_until_ready()], lambda: None)[0]
-        yield time(f"a program of {count} arguments: time", seconds, None)

@@ -67,8 +67,7 @@ def _real(dtype: Dtype, name: str, *, small: bool) -> Iterator[Line]:
     options = dict.fromkeys(("dtype", "weights", "mesh", "token_map"))
     model, tokenizer, head, _ = load_models(target, draft, **options)
     prompts = {key: encode(tokenizer, text) for key, text in PROMPTS.items()}
-    taus = TAU if packaged and not small else {}
-    yield from _compared(f"{dtype}, 1 device", (model, tokenizer, head), prompts, taus, small=small)
+    yield from _compared(f"{dtype}, 1 device", (model, tokenizer, head), prompts, packaged, small=small)
 
 
 def _split(dtype: Dtype, *, small: bool) -> Iterator[Line]:
@@ -81,11 +80,11 @@ def _split(dtype: Dtype, *, small: bool) -> Iterator[Line]:
     rng = np.random.default_rng(0)
     prompts = {key: rng.integers(0, shape.vocab_size, 40).tolist() for key in PROMPTS}
     models = run.target, sizes.NoTokenizer(), run.draft
-    yield from _compared(f"{dtype}, {len(devices)} devices", models, prompts, {}, small=small)
+    yield from _compared(f"{dtype}, {len(devices)} devices", models, prompts, packaged=False, small=small)
 
 
 def _compared(
-    where: str, models: Any, prompts: Mapping[str, list[int]], taus: Mapping[str, float], *, small: bool
+    where: str, models: Any, prompts: Mapping[str, list[int]], packaged: bool, *, small: bool
 ) -> Iterator[Line]:
     model, tokenizer, head = models
     size = {"batch_size": len(prompts), "max_length": MAX_LENGTH, "prefix_cache": False}
@@ -97,7 +96,7 @@ def _compared(
         tree = DraftTree(num_steps=steps, topk=topk, num_draft_tokens=nodes)
         engine = Engine(model, tokenizer, LOOKUP if draft == LOOKUP else head, tree, **size)
         tallies = compare(vanilla, engine, asked, params, len(prompts), judge, progress=False)
-        yield judged(f"{where}, {draft}", total(list(tallies.values())), taus.get(draft))
+        yield judged(f"{where}, {draft}", total(list(tallies.values())), TAU[draft] if packaged and not small else None)
 
 
 def judged(name: str, tally: Tally, tau: float | None) -> Line:
