@@ -58,24 +58,13 @@ def rope_overrides(head: BlockHeadConfig, target: ModelConfig) -> dict[str, Any]
     """Returns vLLM's `--hf-overrides` with which tpu-inference rotates a block head as trained; None: there are none.
 
     Its draft (models/jax/dflash.py:325, 0.32.0) takes the base from an attribute of the target's config, which
-    transformers 5 does not set, and the scaling from the target's section. This one is smoothed even where it is plain,
-    by `scale_factor`, or 8 without it (layers/jax/rope_interface.py:298). The target itself takes the section's base.
+    transformers 5 does not set, and the scaling from the target's section, smoothed by `scale_factor`, or 8 without it
+    (layers/jax/rope_interface.py:298). The target itself takes the section's base.
     """
     if head.rope_scaling != target.rope_scaling or not isinstance(head.rope_scaling, RopeScaling | None):
         return None
     section = write_rope(target.rope_theta, target.rope_scaling)["rope_parameters"]
     return {"rope_theta": head.rope_theta, "rope_parameters": {**section, "scale_factor": section.get("factor", 1.0)}}
-
-
-def _rope_flag(kind: StoredKind, folder: str, config: RunConfig) -> list[list[str]]:
-    path, problems = pathlib.Path(folder), []
-    found = kind.described(path, files.read_config(path), {}, problems)
-    assert found is not None, problems  # `block` has read it
-    target = read_config(fetch(config.target.name, whole=False))
-    if (overrides := rope_overrides(found["config"], target)) is not None:
-        return [["--hf-overrides", json.dumps(overrides)]]
-    print(f"{folder}: warning: nothing makes tpu-inference rotate as this head was trained", file=sys.stderr)
-    return []
 
 
 def command(config: RunConfig, path: str, engine: str) -> list[list[str]]:
@@ -97,7 +86,12 @@ def command(config: RunConfig, path: str, engine: str) -> list[list[str]]:
     if isinstance(kind, StoredKind) and engine in engines.VERSIONS:
         forms = [form for form, readers in kind.engines.readers.items() if engine in readers]
         if engine == engines.TPU_INFERENCE and block is not None:
-            rope = _rope_flag(kind, draft, config)
+            found = kind.described(pathlib.Path(draft), files.read_config(pathlib.Path(draft)), {}, problems := [])
+            assert found is not None, problems  # `block` has read it
+            overrides = rope_overrides(found["config"], read_config(fetch(name, whole=False)))
+            rope = [["--hf-overrides", json.dumps(overrides)]] * (overrides is not None)
+            if overrides is None:
+                print(f"{draft}: warning: nothing makes tpu-inference rotate as this head was trained", file=sys.stderr)
         if config.export.format not in forms:
             convert = ["python", "-m", "eagle3_jax.export", "--from", draft, "--to", forms[0], f"{draft}-{forms[0]}"]
             print(f"{draft}: got the form {config.export.format}; first: {shlex.join(convert)}", file=sys.stderr)

@@ -57,12 +57,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds[1:], "answers": answers}
 
 
-def ours(arguments: argparse.Namespace, drafts: str, batch: int) -> dict[str, Any]:
+def ours(arguments: argparse.Namespace, drafts: str, request: dict[str, Any]) -> dict[str, Any]:
     """Runs `answer` in a process of its own. Floats are those of the target's folder, few bits those of its package."""
-    target = TARGET if arguments.weights else str(fetch(TARGET))
-    request = {"target": target, "prompts": golden_prompts(batch), "batch_size": batch, "chain": drafts == CHAIN}
-    request |= {"draft": None if drafts == NONE else arguments.draft}
-    request |= {"dtype": arguments.dtype, "weights": arguments.weights}
+    request |= {"target": TARGET if arguments.weights else str(fetch(TARGET)), "chain": drafts == CHAIN}
+    request |= {"weights": arguments.weights}
     command = [sys.executable, __file__, "--child"]
     run = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     if run.returncode:
@@ -70,29 +68,22 @@ def ours(arguments: argparse.Namespace, drafts: str, batch: int) -> dict[str, An
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def in_vllm(arguments: argparse.Namespace, drafts: str, batch: int) -> dict[str, Any]:
-    draft = None if drafts == NONE else arguments.draft
-    request = {"target": str(fetch(TARGET)), "draft": draft, "prompts": golden_prompts(batch), "batch_size": batch}
-    request |= {"num_speculative_tokens": 3, "method": "eagle3", "refused_on_cpu": [], "ignore_eos": True}
-    return check.ask(vllm_process, arguments.vllm, request | SIZES | {"dtype": arguments.dtype, "turns": TURNS})
+def in_vllm(arguments: argparse.Namespace, drafts: str, request: dict[str, Any]) -> dict[str, Any]:
+    return check.ask(vllm_process, arguments.vllm, request | {"method": "eagle3", "refused_on_cpu": []})
 
 
-def in_llama_cpp(arguments: argparse.Namespace, drafts: str, batch: int) -> dict[str, Any]:
+def in_llama_cpp(arguments: argparse.Namespace, drafts: str, request: dict[str, Any]) -> dict[str, Any]:
     """Runs the GGUF, with drafts if the head is one too."""
     head = pathlib.Path(arguments.draft or "")
     gguf = None if drafts == NONE else files.gguf_file(head)
-    request = {"target": arguments.gguf, "draft": gguf and str(gguf), "method": gguf and kinds.of_folder(head).method}
-    request |= {"num_speculative_tokens": 3, "exact": False, "threads": len(os.sched_getaffinity(0))} | SIZES
-    request |= {"prompts": golden_prompts(batch), "batch_size": batch, "ignore_eos": True, "turns": TURNS}
-    return check.ask(llama_cpp_process, arguments.llama_cpp, request)
+    request |= {"target": arguments.gguf, "draft": gguf and str(gguf), "method": gguf and kinds.of_folder(head).method}
+    return check.ask(
+        llama_cpp_process, arguments.llama_cpp, request | {"exact": False, "threads": len(os.sched_getaffinity(0))}
+    )
 
 
 def row(kind: str, batch: int, turns: list[list[dict[str, Any]]]) -> str:
-    """Formats a line of the table: both engines' tokens a second, their ratio, and how many answers are equal.
-
-    Args:
-        turns: for each turn this engine's answer and the other's.
-    """
+    """Formats a line of the table from both engines' answers in each turn."""
     answers = [turns[0][i]["answers"] for i in range(2)]
     tokens = sum(map(len, answers[0]))
     rates = [tokens / min(second for turn in turns for second in turn[i]["seconds"]) for i in range(2)]
@@ -123,7 +114,10 @@ def main() -> None:
     print(f"| drafts | batch | eagle3_jax, tokens/s | {peer}, tokens/s | ratio | same answers |")
     print("|---|---|---|---|---|---|")
     for drafts, batch in cases:
-        turns = [[measure(arguments, drafts, batch) for measure in (ours, theirs)] for _ in range(arguments.turns)]
+        request = SIZES | {"target": str(fetch(TARGET)), "prompts": golden_prompts(batch), "batch_size": batch}
+        request |= {"draft": None if drafts == NONE else arguments.draft, "dtype": arguments.dtype}
+        request |= {"num_speculative_tokens": 3, "ignore_eos": True, "turns": TURNS}
+        turns = [[ask(arguments, drafts, {**request}) for ask in (ours, theirs)] for _ in range(arguments.turns)]
         print(row(drafts, batch, turns), flush=True)
 
 

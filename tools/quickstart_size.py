@@ -3,8 +3,8 @@
     .venv/bin/python tools/quickstart_size.py configs/quickstart.yaml --spent 70
 
 The package's own code measures three rates: the target reads prompts, the target answers a full batch, the head takes
-training steps. The time of the stages follows from their work. `work.json` in the run's folder keeps the choice, so
-that a rerun continues with the same work; `config.yaml` next to it is the config with that choice, for all later verbs.
+training steps. The time of the stages follows from their work. `work.json` in the run's folder keeps the share of the
+prompts, so that a rerun continues with the same work; `config.yaml` next to it is the cut config, for all later verbs.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ def cut(config: RunConfig, work: Work) -> RunConfig:
     """Makes the config with this work. Only the prompts change: epochs and sizes are the quickstart's."""
     values = run_file.to_dict(config)
     for source in values["prepare"]["sources"]:
-        limited = {"packaged": {"limit": work.packaged}, "self": {"count": work.self_written}}
-        source.update(limited.get(source["kind"], {}))
+        source |= {"packaged": {"limit": work.packaged}, "self": {"count": work.self_written}}[source["kind"]]
     values["evaluate"]["limit"] = work.measured
     return run_file.from_dict(values)
 

@@ -3,8 +3,8 @@
     .venv/bin/python tools/rows_cost.py [--turns 41] [--length 256]
 
 Batch 1, greedy. `pass`: all layers and the LM head; `chain`: also the argmax over the vocabulary and the walk; `tree`:
-also a tree's mask and the commit of its path. All kinds take turns, in a random order for each turn, so that a slow
-phase of the machine affects all. Figures are the lowest tenth of the turns, and their median.
+also a tree's mask and the commit of its path. All kinds take turns in random order, so that a slow phase of the machine
+affects all. Figures are the lowest tenth of the turns, and their median.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ Seconds = dict[tuple[str, int], tuple[float, float]]  # of (kind, rows)
 
 def kinds(rows: Sequence[int]) -> dict[tuple[str, int], Tier]:
     """Lists the measurements for each number of rows; no head takes part."""
-    found = {("pass", count): VANILLA for count in rows}
-    for n in rows:
-        found["chain", n] = Tier(DraftTree(num_steps=n - 1, num_draft_tokens=n), head=True) if n > 1 else VANILLA
-        if n in _TREES:
-            steps, topk = _TREES[n]
-            found["tree", n] = Tier(DraftTree(num_steps=steps, topk=topk, num_draft_tokens=n), head=True)
+    found = {(kind, n): VANILLA for n in rows for kind in ("pass", "chain")}
+    chains = {("chain", n): (n - 1, 1) for n in rows if n > 1}
+    trees = {("tree", n): _TREES[n] for n in rows if n in _TREES}
+    for (kind, n), (steps, topk) in (chains | trees).items():
+        found[kind, n] = Tier(DraftTree(num_steps=steps, topk=topk, num_draft_tokens=n), head=True)
     return found
 
 

@@ -50,12 +50,8 @@ COLUMNS = ("program", "mesh", "products", "passes", "collectives", "ms", "floor"
 
 
 class Job(NamedTuple):
-    """A program of a run with all of the target's layers, and with those that are compiled.
-
-    Attributes:
-        tokens: of one run of it; None where it is not known, with drafts.
-        tier, batch: of a round; a batch of 0 is of no round.
-    """
+    """A program with all of the target's layers, and with those that are compiled; tokens of one run of it, None where
+    that is not known, with drafts. A batch of 0 is of no round."""
 
     whole: tpu_fit.Program
     few: tpu_fit.Program

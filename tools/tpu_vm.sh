@@ -22,7 +22,7 @@ STOPPED=75 # a verb's exit status after SIGTERM, as eagle3_jax/runs/command.py h
 VERBS_ENVIRONMENT="PYTHONUNBUFFERED=1 EAGLE3_JAX_CREDENTIALS=machine"
 
 # ------------------------------------------------------------------------------------------------------------ arguments
-declare -A OPTIONS=([create]="--type --wait-minutes --spot" [install]="" [first-run]=--run-dir [regenerate]=--config
+declare -A OPTIONS=([create]="--type --wait-minutes --spot" [install]="" [first-run]="" [regenerate]=--config
   [extract]=--config [train]=--config [serve]="--config --port" [delete]="")
 command=${1:-nothing}
 [[ -v OPTIONS[$command] ]] ||
@@ -262,9 +262,7 @@ install() {
 first_run() {
   local status=0
   ready
-  ((hosts == 1)) || [[ -n $run_dir ]] || say "Without --run-dir gs://BUCKET/FOLDER the verb train is left out on $hosts hosts."
-  on_hosts "cd eagle3_jax && env $VERBS_ENVIRONMENT .venv/bin/python tools/tpu_first_run.py\
-${run_dir:+ --run-dir $(printf %q "$run_dir")}" || status=$?
+  on_hosts "cd eagle3_jax && env $VERBS_ENVIRONMENT .venv/bin/python tools/tpu_first_run.py" || status=$?
   mkdir -p runs
   gcloud compute tpus tpu-vm scp "$name:eagle3_jax/runs/first_run/first_run.json" runs/first_run.json "${where[@]}" --worker=0 --quiet ||
     fail "got no table from host 0; what was said stands above."

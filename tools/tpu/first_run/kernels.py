@@ -32,7 +32,7 @@ _SMALL: dict[Any, dict[str, int]] = {
 }
 
 
-def kernels(arguments: Any, *_: Any) -> Iterator[Line]:
+def kernels(arguments: Any) -> Iterator[Line]:
     device, how = jax.local_devices()[0], {}
     if device.platform == "cpu":
         from jax._src.pallas.mosaic import tpu_info

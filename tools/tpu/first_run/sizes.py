@@ -101,7 +101,7 @@ def _normal(shape: tuple[int, ...], dtype: Any, place: Any) -> Callable[[], jax.
     return jax.jit(lambda: 0.02 * jax.random.normal(jax.random.key(0), shape, dtype), out_shardings=place)
 
 
-def rounds(arguments: Any, *_: Any) -> Iterator[Line]:
+def rounds(arguments: Any) -> Iterator[Line]:
     """Greedy rounds of a single request on all chips of a host, by tier."""
     devices = jax.local_devices()
     mesh = make_mesh(MeshConfig(data=1, model=len(devices)), devices)
@@ -123,9 +123,9 @@ def _rounds(run: Run, trees: Sequence[DraftTree]) -> Iterator[Line]:
         yield time(f"{name}: {tier.name}", found.seconds, floor, f", {rate:.3g} GB/s", **numbers)
 
 
-def steps(*, small: bool) -> Iterator[Line]:
+def training(arguments: Any) -> Iterator[Line]:
     """Training steps on all chips of all hosts, the batch split over them; a row of tokens each."""
-    run = sized(make_mesh(MeshConfig()), small=small)
+    run = sized(make_mesh(MeshConfig()), small=arguments.small)
     yield from attempt("training step", functools.partial(_steps, run), may_not_fit=True)
 
 

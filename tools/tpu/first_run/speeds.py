@@ -52,7 +52,7 @@ def memory(chip: jax.Device) -> Line:
     return right(name, got, expected, ok=ok, limit=limit, in_use=used, hbm=hbm)
 
 
-def speeds(arguments: Any, *_: Any) -> Iterator[Line]:
+def speeds(arguments: Any) -> Iterator[Line]:
     small = arguments.small
     yield from attempt("products of few rows", functools.partial(_products, small=small))
     # The chips of a host as one row, then all chips as rows of their own.

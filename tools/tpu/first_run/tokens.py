@@ -46,7 +46,7 @@ MOST_WORSE = 0.1  # share of tau
 MAX_TOKENS, MAX_LENGTH = 64, 512
 
 
-def tokens(arguments: Any, *_: Any) -> Iterator[Line]:
+def tokens(arguments: Any) -> Iterator[Line]:
     """Every host compares on chips of its own."""
     target, small = arguments.target, arguments.small
     with processes.among((processes.index(),)):
