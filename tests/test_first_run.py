@@ -18,7 +18,7 @@ sys.path.insert(0, str(tiny.REPOSITORY / "tools"))
 
 import tpu_first_run
 from tpu.cases import Case, grouped_product
-from tpu.first_run import kernels, lines, speeds, tokens
+from tpu.first_run import device, kernels, lines, tokens
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.compare import Tally
@@ -75,8 +75,8 @@ def test_memory_is_the_chip_s(monkeypatch, limit, used, verdict):
         device_kind="TPU v6 lite", id=0, coords=(0, 0), platform="tpu", memory_stats=lambda: stats
     )
     info = types.SimpleNamespace(hbm_capacity_bytes=34.3e9)
-    monkeypatch.setattr(speeds.pltpu, "get_tpu_info", lambda: info)
-    assert speeds.memory(chip).verdict == verdict
+    monkeypatch.setattr(device.pltpu, "get_tpu_info", lambda: info)
+    assert device.memory(chip).verdict == verdict
 
 
 # ------------------------------------------------------------------------------------------------------------- the tool
@@ -145,7 +145,6 @@ def test_the_whole_of_it_runs_at_toy_sizes(tmp_path, monkeypatch):
         *kernels.cases(small=True),
         *(f"float32, {where}, {draft}" for where in ("1 device", "8 devices") for draft in tokens.TREES),
         "bfloat16, 8 devices, tree",
-        "all_gather over data (8), 262,144 bytes",
         "rounds of 2 layers x 64 on 8 devices: chain 3",
         "training step, 8 x 64 tokens on 8 devices",
     ):

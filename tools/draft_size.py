@@ -32,13 +32,11 @@ from eagle3_jax.runs import disk
 
 def measured(config: RunConfig) -> list[dict[str, Any]]:
     """Returns sizes with their batch and speed; speeds are comparable within a batch."""
-    folder = config.folder("benchmark")
-    if (folder / "tune.json").exists():
-        batches = disk.read_json(folder / "tune.json")["batches"]
-        sizes = [(batch["batch_size"], size) for batch in batches for size in batch["sizes"]]
+    races, table = (config.folder("benchmark") / name for name in ("tune.json", "decode.jsonl"))
+    if races.exists():
+        sizes = [(x["batch_size"], size) for x in disk.read_json(races)["batches"] for size in x["sizes"]]
         return [size | {"batch_size": batch, "speed": 1 / size["behind"]} for batch, size in sizes]
-    path = folder / "decode.jsonl"
-    return list(disk.read_jsonl(path)) if path.exists() else []
+    return list(disk.read_jsonl(table)) if table.exists() else []
 
 
 def best(config: RunConfig, *, chain: bool) -> tuple[int, int, int]:
@@ -99,9 +97,9 @@ def command(config: RunConfig, path: str, engine: str) -> list[list[str]]:
     if engine in ("vllm", engines.TPU_INFERENCE):
         speculative = {"method": kind.method, "model": draft, "num_speculative_tokens": int(steps)}
         return [["vllm", "serve", target, *pinned], ["--speculative-config", json.dumps(speculative)], dtype, *rope]
-    depth = ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk] if block is None else []
-    if engine == engines.SGLANG_JAX and block is not None:
-        depth = ["--speculative-num-steps", "1", "--speculative-eagle-topk", "1"]
+    steps, topk = ("1", "1") if block is not None else (steps, topk)
+    depth = ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk]
+    depth = [] if engine == "sglang" and block is not None else depth
     server = "sglang.launch_server" if engine == "sglang" else "sgl_jax.launch_server"
     return [
         ["python", "-m", server, "--model-path", target, *pinned],

@@ -46,17 +46,13 @@ mkdir -p "$RUN" || fail "cannot write to $RUN."
 record install "$SECONDS"
 
 timed size tools/quickstart_size.py configs/quickstart.yaml --spent "$SECONDS"
-stage prepare prepare
-stage regenerate regenerate
-stage extract extract
-stage train train
-stage export export
-held_out=$RUN/prompts/held_out.jsonl
-stage evaluate-chain evaluate --replace --prompts "$held_out" --output "$RUN/evaluation/chain.json" \
-  --evaluate.tree.num-steps 3 --evaluate.tree.topk 1 --evaluate.tree.num-draft-tokens 4
-stage evaluate-tree evaluate --replace --prompts "$held_out" --output "$RUN/evaluation/tree.json" \
-  --evaluate.tree.num-steps 3 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8
+for verb in prepare regenerate extract train export; do stage "$verb" "$verb"; done
+compare() { # NAME ARGUMENTS...
+  stage "evaluate-$1" evaluate --replace --prompts "$RUN/prompts/held_out.jsonl" --output "$RUN/evaluation/$1.json" "${@:2}"
+}
+compare chain --evaluate.tree.num-steps 3 --evaluate.tree.topk 1 --evaluate.tree.num-draft-tokens 4
+compare tree --evaluate.tree.num-steps 3 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8
 # The default of users: the engine chooses for every dispatch, vanilla decoding included.
-stage evaluate-auto evaluate --replace --prompts "$held_out" --output "$RUN/evaluation/auto.json" --evaluate.tree auto
+compare auto --evaluate.tree auto
 stage report report
 printf '\nDone in %d:%02d. Numbers: %s, picture: %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$RUN/report.json" "$RUN/report.png"

@@ -141,11 +141,7 @@ def prepare(path: pathlib.Path, spent: float) -> str:
         ends = [round((spent + seconds(x, rates, config)) / 60) for x in (whole, work)]
         folder.mkdir(parents=True, exist_ok=True)
         disk.write_json(kept, {"rates": rates._asdict(), "work": work._asdict()})
-        summary = (
-            f"this machine reads {rates.reading:.0f} tokens/s, answers {rates.answering:.0f} tokens/s "
-            f"(batch {config.regenerate.batch_size}), takes a training step in {rates.step:.2f} s.\n"
-            f"From the start, all of the work would take about {ends[0]} minutes, what is chosen {ends[1]}"
-        )
+        summary = f"all of the work would take about {ends[0]} minutes in all, what is chosen {ends[1]}"
     with disk.atomic(folder / "config.yaml") as temporary:
         temporary.write_text(yaml.safe_dump(run_file.to_dict(cut(config, work)), sort_keys=False))
     return (

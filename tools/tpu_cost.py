@@ -10,9 +10,7 @@ the products' operations over the peak, or of a round the bytes that it must rea
 divided among the devices.
 
 `MFU` is the share of the peak that the traced products use, with those that `remat` computes again. `vanilla` says how
-many vanilla rounds a round takes as long as: one with drafts pays off where it accepts more tokens. The collectives'
-column also counts them: in straight code, and in loops.
-
+many vanilla rounds a round takes as long as. The collectives' column also counts them: in straight code, and in loops.
 `--verbs floors` compiles nothing: it counts what rounds must read, and their least time on as many devices of each
 kind. Phi is a vanilla round's bytes over the round's.
 """
@@ -151,7 +149,7 @@ def needed(job: Job, context: int) -> tuple[int, int]:
     """Counts the bytes that a round must read and the operations of its products, of all devices together."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.whole.arguments)
     target, draft, plan = one["target"], one["draft"], RoundPlan(job.tier, greedy=True)
-    traced = jax.make_jaxpr(lambda *x: advance(*x, plan))(target, draft, one["state"])
+    traced = jax.make_jaxpr(lambda *x: advance(x[0], x[1], x[2], plan))(target, draft, one["state"])
     read = profile.bytes_read(Models.of(target, draft), job.tier, job.batch, context)
     return read, products(traced.jaxpr)
 

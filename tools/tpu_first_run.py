@@ -7,7 +7,6 @@ WRONG or slow; each writes its JSON. The stages:
 
 - device: versions, chips, and their memory against the chip's HBM.
 - kernels: every Pallas kernel of tools/tpu/cases.py against XLA's operations; products in float32; equal scores.
-- speeds: products of 1 to 16 rows, collectives over the chips of a host and over all.
 - tokens: greedy answers of a packaged model with drafts against those without, in each dtype, on one chip and several.
 - rounds: an 8B target's rounds by draft, with random weights, on all chips of a host.
 - training: a training step of its head, on all chips of all hosts.
@@ -34,12 +33,9 @@ import sys
 from eagle3_jax.runs import disk, environment, machine
 
 # Each with the module of tools/tpu/first_run that has a function of this name, which yields the stage's lines.
-STAGES = {"device": "speeds", "kernels": "kernels", "speeds": "speeds", "tokens": "tokens"}
-STAGES |= {"rounds": "sizes", "training": "sizes"}
+STAGES = {"device": "device", "kernels": "kernels", "tokens": "tokens", "rounds": "sizes", "training": "sizes"}
 TARGET = "smollm2-135m-instruct"  # comes with the package, and so does its head
 SECONDS = 1200  # for one stage
-# For the causes of failures, which libtpu and the coordinator log.
-_TPU_LOGS = {"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "0"}
 
 
 def main() -> None:
@@ -70,8 +66,8 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    if machine.has_tpu():
-        os.environ.update(_TPU_LOGS)
+    if machine.has_tpu():  # libtpu and the coordinator log the causes of failures
+        os.environ.update({"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "0"})
     print(lines.HEAD, flush=True)
     found: list[lines.Line] = []
     for stage in stages:
@@ -80,7 +76,7 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
         failure = _child([sys.executable, __file__, *sys.argv[1:], "--stage", stage], folder / f"{stage}.log")
         found += [lines.Line(**json.loads(line)) for line in (file.read_text().splitlines() if file.exists() else ())]
         if failure is not None:
-            found.append(lines.failed(stage, failure))
+            found.append(lines.Line(stage, failure, "no error", lines.WRONG))
             print(found[-1], flush=True)
         disk.write_json(arguments.output, [dataclasses.asdict(line) for line in found])
     counts = collections.Counter(line.verdict for line in found)
@@ -95,8 +91,7 @@ def _child(command: list[str], log: pathlib.Path) -> str | None:
             done = subprocess.run(command, stderr=file, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return f"no end within {SECONDS} seconds, see {log}"
-    written = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    last = written[-1][:200] if written else ""
+    last = ["", *log.read_text(errors="replace").strip().splitlines()][-1][:200]
     return f"exit status {done.returncode}: {last} (all of it: {log})" if done.returncode else None
 
 

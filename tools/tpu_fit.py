@@ -8,8 +8,7 @@ the target's layer, and a folder a head by its config.json (configs/heads/llama2
 does not fit; 2: a wrong argument.
 
 Memory is the compiler's plan of one program: arguments, results outside donated arguments, temporaries and code; and
-the run's other arrays on the devices ("beside"). Not counted: fragmentation, a second program's code, and the runtime's
-memory beyond the compiler's reserve.
+the run's other arrays on the devices ("beside"). Not counted: fragmentation, and a second program's code.
 """
 
 from __future__ import annotations
@@ -142,10 +141,9 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------------------- programs
 def evaluate(config: RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """Sizes `evaluate`: rounds with the draft, beside the state of the vanilla engine that it compares with."""
-    settings = config.evaluate
-    tree = tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
-    tier, sizes = Tier(tree, head=True), (settings.batch_size, settings.max_tokens)
-    tier = tiers.LOOKUP if settings.draft == LOOKUP else tier
+    settings, largest = config.evaluate, tiers.WITH_HEAD[-1].tree
+    tier = Tier(largest if settings.tree == "auto" else settings.tree, head=True)
+    tier, sizes = tiers.LOOKUP if settings.draft == LOOKUP else tier, (settings.batch_size, settings.max_tokens)
     return decoding("evaluate", config, target, devices, tier, *sizes, beside=tiers.VANILLA)
 
 
@@ -209,10 +207,7 @@ def decoding(
 
 
 def drafting_head(config: RunConfig, shape: ModelConfig) -> Head:
-    """Makes the abstract head (shapes only) that `evaluate.draft` names.
-
-    Raises ValueError: a name without a known shape, or a folder without an EAGLE-2 config.json.
-    """
+    """Makes the shapes of the head that `evaluate.draft` names. Raises ValueError: it names none that is known."""
     named, dtype = config.evaluate.draft, jnp.dtype(config.target.dtype)
     if named is None:
         kind = kind_of(config, shape)
@@ -233,11 +228,9 @@ def drafting_head(config: RunConfig, shape: ModelConfig) -> Head:
 
 def extract(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """Sizes `extract`: the forward pass of the longest conversations, while the previous batch is being fetched."""
-    mesh = replicas(make_mesh(config.mesh, devices))[0].mesh
-    target = by_rows(abstract_target(config, shape, mesh))
-    settings = config.extract
-    longest, rows = [settings.max_length], mesh.shape["data"]
-    batch = hidden_states.plan_batches(longest, longest, settings.batch_tokens, multiple=rows)[0]
+    mesh, settings = replicas(make_mesh(config.mesh, devices))[0].mesh, config.extract
+    target, longest = by_rows(abstract_target(config, shape, mesh)), [settings.max_length]
+    batch = hidden_states.plan_batches(longest, longest, settings.batch_tokens, multiple=mesh.shape["data"])[0]
     tokens = jax.ShapeDtypeStruct((batch.rows, batch.length), jnp.int32, sharding=batch_sharding(mesh))
     before = placed(jax.eval_shape(states.target_states, target, tokens), mesh, states.STATES_SHARDING_RULES)
     trace = functools.partial(states.target_states.trace, target, tokens)
@@ -270,34 +263,33 @@ def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
     mesh, served = serving[-1].mesh, serving[-1].arguments
     target = abstract_target(config, shape, mesh)
     (training, batch, trace, state), kind = training_step(config, shape, mesh, target), kind_of(config, shape)
-    teacher = training.pop("teacher")
-
-    def ring() -> Observed:  # the held-back requests' too; a row of each is room to copy into
-        c, tokens = state.head.config, learns.ring_tokens + 2 * learns.row_length
-        return Observed.empty(1, tokens, c.num_aux_layers * c.target_hidden_size, shape.hidden_size)
-
-    kept: dict[str, Any] = {"ring": placed(jax.eval_shape(ring), mesh)}
-    kept["copy of the head that drafts"] = [state.head, state.opt_state]
+    teacher, head = training.pop("teacher"), served["draft"].head
+    # The held-back requests' too; a row of each is room to copy into.
+    c, tokens = state.head.config, learns.ring_tokens + 2 * learns.row_length
+    widths = c.num_aux_layers * c.target_hidden_size, shape.hidden_size
+    every = served | training | {"copy of the head that drafts": [state.head, state.opt_state]}
+    every["ring"] = placed(jax.eval_shape(lambda: Observed.empty(1, tokens, *widths)), mesh)
     if hasattr(target, "lm_head"):  # else the embeddings are the rows of new tokens
-        kept["copy of the LM head"] = target.lm_head
+        every["copy of the LM head"] = target.lm_head
+
+    def beside_all(name: str, arguments: dict[str, Any], trace: Callable[[], jax.stages.Traced]) -> Program:
+        return Program(name, mesh, arguments, {x: y for x, y in every.items() if x not in arguments}, trace)
+
     for program in serving:
-        yield dataclasses.replace(program, beside=program.beside | training | kept)
-    serves = {name: served[name] for name in ("target", "draft", "state")} | kept
-    yield Program("adapt: step", mesh, training | {"teacher": teacher, "batch": batch}, serves, trace)
-    ids, rows, head = placed(ids_of(kind.shape), mesh), teacher.rows, served["draft"].head
+        yield beside_all(program.name, served, program.trace)
+    yield beside_all("adapt: step", training | {"teacher": teacher, "batch": batch}, trace)
+    ids, rows = placed(ids_of(kind.shape), mesh), teacher.rows
     if kind.shape.draft_vocab_size < shape.vocab_size:
         trace = functools.partial(make_move(state.head.vocabulary_rows, mesh).trace, state, ids, rows, rows)
-        taken = training | {"rows of the old and the new vocabulary": [rows] * 2}
-        yield Program("adapt: vocabulary", mesh, taken, serves, trace)
+        yield beside_all("adapt: vocabulary", training | {"rows of the old and the new vocabulary": [rows] * 2}, trace)
 
     @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, head))
     def swap(trained: Any, rows: Any, token_ids: Any) -> Any:
         made = kind.draft(trained, rows, token_ids).head
         return jax.tree.map(lambda x, like: x.astype(like.dtype), made, head)
 
-    taken = {"weights": state.head, "rows of the LM head": rows}
-    others = {"target": served["target"], "state": served["state"], "optimizer": state.opt_state} | kept
-    yield Program("adapt: swap", mesh, taken, others, functools.partial(swap.trace, state.head, rows, ids))
+    swapping = functools.partial(swap.trace, state.head, rows, ids)
+    yield beside_all("adapt: swap", {"weights": state.head, "rows of the LM head": rows}, swapping)
 
 
 def training_step(
@@ -342,22 +334,22 @@ def abstract_target(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> Target
 
 def by_rows(module: Any) -> Any:
     """Gives shapes the layouts that `models.inference_layout` uses for inference."""
-    where = tpu_formats(module)
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), module, where)
+    return lying(module, tpu_formats(module))
 
 
 def placed(tree: Any, mesh: Mesh, rules: Any = ()) -> Any:
     """Gives shapes the shardings of the rules."""
-    where = shardings(tree, mesh, rules)
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, where)
+    return lying(tree, shardings(tree, mesh, rules))
+
+
+def lying(tree: Any, places: Any) -> Any:
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
 def measure(program: Program, limit: float) -> dict[str, float]:
-    """Compiles a program, unless its arguments alone exceed the limit.
-
-    Returns the compiler's plan, in bytes per device, and its "total"; of a refused program what it needs.
-    """
+    """Compiles a program, unless its arguments alone are too large. Returns the compiler's plan, in bytes a device, and
+    its "total"; of a refused program what it needs."""
     arguments = share(program.arguments)
     if arguments > limit:
         return {"arguments": arguments, "total": arguments}
@@ -418,9 +410,8 @@ def describe(row: dict[str, Any]) -> str:
     sizes = "".join(f"{size / GIB:11.2f}" for size in (row["arguments"], temporary, row["beside"], row["total"]))
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
     text = f"{begin}{sizes}{row['total'] / row['hbm']:11.0%}{row['seconds']:9.0f} s\n    {parts}"
-    if not row["fits"]:
-        text += f"\n    does not fit: {(row['total'] - row['hbm']) / GIB:.2f} GiB too much"
-    return text
+    surplus = f"\n    does not fit: {(row['total'] - row['hbm']) / GIB:.2f} GiB too much"
+    return text if row["fits"] else text + surplus
 
 
 if __name__ == "__main__":

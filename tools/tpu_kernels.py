@@ -5,9 +5,8 @@
 Each row is one program of tools/tpu/cases.py, compiled in a separate process. Its cycles are counted in one of two
 ways:
 
-- "static profile": libtpu's simulation of the program, waits for copies included, for programs whose loops and copies
-  do not depend on data: top-k of a vocabulary, grouped products. Its memory model is optimistic: reads and writes do
-  not contend, and a copy may exceed the chip's bandwidth.
+- "static profile": libtpu's simulation, waits for copies included, of programs whose loops and copies do not depend on
+  data. Its memory is optimistic: reads and writes do not contend, and a copy may exceed the chip's bandwidth.
 - "bundles x trips": instruction bundles times their trip counts from the case, without waits for memory or busy units:
   a lower bound, good for comparing a kernel with itself. With "matrix products" only stretches of code with such
   products count, once for blocks without a mask and once for blocks with one. With "loops" all code counts.
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def measure(name: str, case: Case, command: list[str]) -> dict[str, Any]:
-    """Makes the row of the program that `command` compiles; a row without cycles has a reason."""
+    """Makes the row of the program that `command` compiles."""
     chip, (cycles, reason) = CHIPS[name], count(case.method, command)
     return case.fields | {
         "method": case.method,

@@ -40,9 +40,9 @@ class Step:
     """A command that runs as in a newcomer's shell, without a terminal; `silence`: most seconds without output."""
 
     def __init__(self, words: Sequence[str], folder: pathlib.Path, *, stdin: str = "", silence: float | None = SILENCE):
-        cache = {"EAGLE3_JAX_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"}
         ours = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL", "VENV")
-        environment = {name: value for name, value in os.environ.items() if name not in ours} | cache
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        environment |= {"EAGLE3_JAX_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(words, cwd=folder, env=environment, **pipes, text=True, errors="replace")
         assert self.process.stdin is not None

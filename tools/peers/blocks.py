@@ -2,13 +2,11 @@
 
 Blocks begin at the same anchors: this package draws them, and a patch hands them to the peer. Where the trainers
 differ by design, the inputs leave no difference:
-
 - A mask that this package ends at the first untrained token: answers lie more than a block apart.
 - Labels: SpecForge's are the text, handed to this package as the target's best tokens; speculators' are the target's.
 - speculators' DSpark masks row j by the token that row j reads. Its mask is handed over one token early.
 - speculators' sliding window begins at anchor - window for every row. Its window covers the whole row here.
 - Normalisers, which have no gradient: `_scale`.
-
 Not comparable: D-PACE of speculators' DSpark and DFlash2, which weighs each term by that term's own loss. SpecForge
 0.2.0 does not train DFlash2.
 """
@@ -35,7 +33,7 @@ from eagle3_jax.models.drafts.dspark import DSpark
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.training.batch import Batch
 from eagle3_jax.training.block import Anchors, BlockLossConfig, block_loss, draw_anchors
-from peers.common import SIZES, Data, Found, difference, gradients, shape, tensors
+from peers.common import SIZES, Data, Found, difference, found, shape, tensors
 
 DOCUMENTS, LENGTH, BLOCK, ANCHORS = 2, 64, 8, 32  # anchors of one document
 DECAY, ALPHA, WINDOW = 4.0, 0.5, 12
@@ -43,12 +41,7 @@ DECAY, ALPHA, WINDOW = 4.0, 0.5, 12
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A peer's trainer and its settings.
-
-    Attributes:
-        draft_vocab_size: 512 is the target's. window: of the second layer, in tokens; None: full attention.
-        distance: weight of DSpark's L1 distance.
-    """
+    """A peer's trainer and its settings: a window of the second layer in tokens, the weight of DSpark's L1 distance."""
 
     peer: str
     kind: type[DFlash]
@@ -89,11 +82,8 @@ def batch_of(case: Case, data: Data) -> Batch:
 def random_head(case: Case, seed: int) -> DFlash:
     """Draws matrices of N(0, 0.1), and norms and kernels around their initial values."""
     head, rng = shapes_of(lambda rngs: case.kind(case.config, rngs=rngs)), np.random.default_rng(seed)
-
-    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.asarray(rng.normal((1 if x.ndim == 1 else 0), (0.3 if x.ndim == 1 else 0.1), x.shape), jnp.float32)
-
-    return jax.tree.map(draw, head)
+    drawn = jax.tree.map(lambda x: rng.normal(*((1, 0.3) if x.ndim == 1 else (0, 0.1)), x.shape), head)
+    return jax.tree.map(functools.partial(jnp.asarray, dtype=jnp.float32), drawn)
 
 
 def tensors_of(head: DFlash) -> Tensors:
@@ -152,8 +142,7 @@ def specforge(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors:
     last_hidden = [data.last_hidden] if spark else []
     inputs = map(torch_of, (data.aux, data.loss_mask, *last_hidden))
     loss, *_ = model(torch_of(data.token_ids).long(), *inputs)
-    loss.backward()
-    return {"loss": loss.detach().numpy()}, gradients(draft)
+    return found(draft, loss)
 
 
 def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors: Anchors) -> Found:
@@ -196,8 +185,7 @@ def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchor
     options["per_position_loss_weight"] = {"d-pace": "dpace", "decay": "fixed-exp-decay"}[case.loss.weights]
     with mock.patch.object(core, "select_anchors", lambda *_: drawn):
         _, loss, _ = model(*inputs, max_anchors=anchors.at.shape[1], **options)
-        loss.backward()
-    return {"loss": loss.detach().numpy()}, gradients(model)
+    return found(model, loss)
 
 
 def layer_config(case: Case) -> Any:
@@ -233,12 +221,12 @@ def mistakes(case: Case) -> dict[str, Case]:
     name, loss = "decay off by 1 %", dataclasses.replace(case.loss, decay=1.01 * DECAY)
     if case.loss.weights == "d-pace":
         name, loss = "alpha off by 10 %", dataclasses.replace(case.loss, alpha=1.1 * ALPHA)
-    found = {SCALED: case, name: dataclasses.replace(case, loss=loss)}
+    made = {SCALED: case, name: dataclasses.replace(case, loss=loss)}
     if case.window == WINDOW:
-        found["window one token longer"] = dataclasses.replace(case, window=WINDOW + 1)
+        made["window one token longer"] = dataclasses.replace(case, window=WINDOW + 1)
     if case.kind is DSpark:
-        found["half the distance"] = dataclasses.replace(case, distance=case.distance / 2)
-    return found
+        made["half the distance"] = dataclasses.replace(case, distance=case.distance / 2)
+    return made
 
 
 PEERS = {"specforge": specforge, "speculators": speculators}
@@ -251,14 +239,14 @@ def compare(case: Case, seed: int) -> dict[str, dict[str, float]]:
     drawn = _draw_anchors(jax.random.key(seed), batch, ANCHORS * (DOCUMENTS if case.packed else 1))
     valid = drawn.valid & (drawn.at < batch.token_ids.shape[1] - BLOCK) if case.packed else drawn.valid
     anchors = Anchors(jnp.where(valid, drawn.at, 0), jnp.where(valid, drawn.first, 0), valid)
-    mine, found = ours(case, head, data, anchors), {}
+    mine, differences = ours(case, head, data, anchors), {}
     for mistake, used in ({"": case} | mistakes(case)).items():
         weights = data.weights(tensors_of(head))
         if mistake == SCALED:
             (name,) = (name for name in weights if name.endswith("layers.0.self_attn.v_proj.weight"))
             weights[name] *= 1.001
-        found[mistake] = difference(mine, PEERS[case.peer](used, weights, data, anchors))
-    return found
+        differences[mistake] = difference(mine, PEERS[case.peer](used, weights, data, anchors))
+    return differences
 
 
 CASES = {name: functools.partial(compare, case) for name, case in TRAINERS.items()}

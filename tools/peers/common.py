@@ -70,15 +70,10 @@ class Data:
         def normal(*shape: int) -> np.ndarray:
             return rng.normal(size=shape).astype(np.float32)
 
-        return cls(
-            rng.integers(0, vocabulary, mask.shape).astype(np.int32),
-            normal(*mask.shape, 3 * hidden),
-            normal(*mask.shape, hidden),
-            mask,
-            normal(vocabulary, hidden),
-            0.25 * normal(vocabulary, hidden),
-            np.sort(rng.permutation(vocabulary)[:drafted]).astype(np.int32),
-        )
+        ids = rng.integers(0, vocabulary, mask.shape).astype(np.int32)
+        states, table = (normal(*mask.shape, 3 * hidden), normal(*mask.shape, hidden)), normal(vocabulary, hidden)
+        rows, drafts = 0.25 * normal(vocabulary, hidden), np.sort(rng.permutation(vocabulary)[:drafted])
+        return cls(ids, *states, mask, table, rows, drafts.astype(np.int32))
 
     def batch(self, best: np.ndarray, *, packed: bool) -> Batch:
         """Makes this package's batch: a row for each document, or one with all; `best`: the target's tokens, [D, T]."""
@@ -116,8 +111,11 @@ def tensors(head: Any, table: Mapping[str, Any]) -> Tensors:
     return found
 
 
-def gradients(model: Any) -> Tensors:
-    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
+def found(model: Any, loss: Any, **numbers: Any) -> Found:
+    """Returns a torch model's loss, other numbers, and gradients, which it computes."""
+    loss.backward()
+    gradient = {name: x.grad.numpy() for name, x in model.named_parameters() if x.grad is not None}
+    return {"loss": loss.detach().numpy()} | numbers, gradient
 
 
 def difference(one: Found, other: Found) -> dict[str, float]:

@@ -19,7 +19,7 @@ from eagle3_jax.config import TrainConfig
 from eagle3_jax.formats.tensors import canonical, draft_table
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.training.losses import ttt_loss
-from peers.common import SIZES, Data, Found, difference, gradients, shape, tensors
+from peers.common import SIZES, Data, Found, difference, found, shape, tensors
 
 LENGTH, STEPS, DECAY = 96, 5, 0.8
 CONFIG = DraftHeadConfig(draft_vocab_size=128, **SIZES)
@@ -36,11 +36,11 @@ def ours(head: DraftHead, data: Data, peer: str) -> Found:
     config = TrainConfig(ttt_steps=STEPS, row_length=LENGTH, loss_block=LENGTH, **settings)
     batch = data.batch((data.last_hidden @ data.rows.T).argmax(-1), packed=False)
     (loss, sums), gradient = _loss_and_gradient(head, data.teacher(), batch, config)
-    found = tensors(gradient, draft_table(CONFIG))
+    mine = tensors(gradient, draft_table(CONFIG))
     if peer == "speculators":
         steps = np.asarray(sums["divergence"]) / np.asarray(sums["counted"])
-        return {"loss": steps @ config.step_decay ** np.arange(STEPS), "steps": steps}, found
-    return {"loss": np.asarray(loss), "steps": np.asarray(sums["cross_entropy"]) / LENGTH}, found
+        return {"loss": steps @ config.step_decay ** np.arange(STEPS), "steps": steps}, mine
+    return {"loss": np.asarray(loss), "steps": np.asarray(sums["cross_entropy"]) / LENGTH}, mine
 
 
 def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Found:
@@ -71,8 +71,7 @@ def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Fou
         target_head_weight=torch.from_numpy(data.rows),
     )
     loss: Any = sum(DECAY**i * step for i, step in enumerate(steps))
-    loss.backward()
-    return {"loss": loss.detach().numpy(), "steps": np.array([float(x.detach()) for x in steps])}, gradients(model)
+    return found(model, loss, steps=np.array([float(x.detach()) for x in steps]))
 
 
 def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Found:
@@ -105,9 +104,7 @@ def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> F
         ttt_step_loss_decay=DECAY,
         loss_config={"kl_div": (kl_div_loss, 1.0)},
     )
-    loss.backward()
-    steps = np.array([float(metrics[f"loss_{i}_sum"]) / DECAY**i for i in range(STEPS)])
-    return {"loss": loss.detach().numpy(), "steps": steps}, gradients(model)
+    return found(model, loss, steps=np.array([float(metrics[f"loss_{i}_sum"]) / DECAY**i for i in range(STEPS)]))
 
 
 PEERS = {"specforge": specforge, "speculators": speculators}
@@ -120,14 +117,15 @@ def compare(peer: str, seed: int) -> dict[str, dict[str, float]]:
     mask[:, -1] = 0  # as SpecForge's loader does
     data = Data.random(rng, mask, CONFIG.draft_vocab_size)
     head = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, DraftHead(CONFIG, rngs=nnx.Rngs(seed)))
-    mine, found = ours(head, data, peer), {}
+    mine, differences = ours(head, data, peer), {}
     for mistake in ("", *MISTAKES):
         weights = data.weights(tensors(head, draft_table(CONFIG)))
         if mistake == MISTAKES[0]:
             weights["midlayer.self_attn.k_proj.weight"] *= 1.001
         numbers, gradient = PEERS[peer](weights, data, mistake)
-        found[mistake] = difference(mine, (numbers, {canonical(name): x for name, x in gradient.items()}))
-    return found
+        theirs = numbers, {canonical(name): x for name, x in gradient.items()}
+        differences[mistake] = difference(mine, theirs)
+    return differences
 
 
 CASES = {f"{peer} EAGLE-3": functools.partial(compare, peer) for peer in PEERS}

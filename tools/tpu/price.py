@@ -5,9 +5,8 @@ Everything is a floor of its own, one after the other; nothing here was measured
 - An operation takes the longest of three times. Operations of its products (a multiply-add is two; float32 at the
   highest precision is six passes) over the chip's peak. Bytes that it reads and writes in HBM over the bandwidth. And
   2,000 cycles, the least that XLA's own estimates give a fusion. Scalars take no time.
-- Of an operand that is sliced, the slice counts; of an array that is updated in place, the update. What stays in VMEM
-  takes no time, but what was copied there beforehand is read by the operation that uses it.
-- A Pallas kernel reads its operands and writes its results once. Its own products are not in the HLO, and not counted.
+- Of an operand that is sliced, the slice counts; of an array that is updated in place, the update. What was copied to
+  VMEM is read by the operation that uses it. A Pallas kernel's own products are not in the HLO, and not counted.
 - Copies between memories and other asynchronous work of one chip run beside the rest.
 - A collective among n devices is a ring over their links: what a device sends over the link's bandwidth, plus a
   microsecond a hop for the way across the group. An all-gather sends (n - 1) / n of its result, a reduce-scatter of

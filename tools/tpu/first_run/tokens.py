@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.config import DraftConfig, DraftTree, MeshConfig, TargetConfig
@@ -63,23 +62,21 @@ def _real(dtype: Dtype, name: str, *, small: bool) -> Iterator[Line]:
     packaged = packaged_head(target) is not None
     shape = DraftHeadConfig.for_target(DraftConfig(vocab_size=128), target.model.config)
     alone = make_mesh(MeshConfig(data=1), jax.local_devices()[:1])
-    draft = AUTO if packaged else sizes.random_draft(shape, jnp.dtype(dtype), alone)
-    options = dict.fromkeys(("dtype", "weights", "mesh", "token_map"))
-    model, tokenizer, head, _ = load_models(target, draft, **options)
-    prompts = {key: encode(tokenizer, text) for key, text in PROMPTS.items()}
-    yield from _compared(f"{dtype}, 1 device", (model, tokenizer, head), prompts, packaged, small=small)
+    draft = AUTO if packaged else sizes.random_draft(shape, dtype, alone)
+    *models, _ = load_models(target, draft, **dict.fromkeys(("dtype", "weights", "mesh", "token_map")))
+    prompts = {key: encode(models[1], text) for key, text in PROMPTS.items()}
+    yield from _compared(f"{dtype}, 1 device", models, prompts, packaged, small=small)
 
 
 def _split(dtype: Dtype, *, small: bool) -> Iterator[Line]:
     """Two layers of an 8B target over all chips of a host, whose KV heads they divide; weights are random."""
     devices = jax.local_devices()
-    run = sizes.sized(make_mesh(MeshConfig(data=1, model=len(devices)), devices), small=small)
+    run = sizes.sized(make_mesh(MeshConfig(data=1, model=len(devices)), devices), "--target.dtype", dtype, small=small)
     shape = dataclasses.replace(run.shape, num_hidden_layers=2, aux_layers=(0, 1, 2))
-    config = dataclasses.replace(run.config, target=dataclasses.replace(run.config.target, dtype=dtype))
-    run = dataclasses.replace(run, shape=shape, config=config)
+    run = dataclasses.replace(run, shape=shape)
     rng = np.random.default_rng(0)
     prompts = {key: rng.integers(0, shape.vocab_size, 40).tolist() for key in PROMPTS}
-    models = run.target, sizes.NoTokenizer(), run.draft
+    models = run.target, sizes.NO_TOKENIZER, run.draft
     yield from _compared(f"{dtype}, {len(devices)} devices", models, prompts, packaged=False, small=small)
 
 
