@@ -112,14 +112,50 @@ class YarnScaling:
         return inverse / self.factor * divided + inverse * (1 - divided)
 
 
-Scaling = RopeScaling | LinearScaling | YarnScaling
+@dataclasses.dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE (https://arxiv.org/abs/2402.13753, Hugging Face `rope_type: longrope`): a divisor for each frequency.
+
+    A context longer than the original one (`factor` > 1) has the long divisors from its first token on, as in vLLM, so
+    that no cached key changes. transformers has the short ones for a text up to the original length.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float
+    attention_factor: float | None = None
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        return self.long_factor if self.factor > 1 else self.short_factor
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_max_position_embeddings))
+
+
+@dataclasses.dataclass(frozen=True)
+class AlphaScaling:
+    """NTK-aware scaling by a fixed `alpha`, which stretches the base (Hunyuan's `rope_type: dynamic`)."""
+
+    alpha: float
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling | LongScaling | AlphaScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> Float[Array, " half"]:
     """Computes inverse frequencies of the rotate-half (NeoX) layout, float32 [head_dim // 2]."""
+    if isinstance(scaling, AlphaScaling):
+        theta *= scaling.alpha ** (head_dim / (head_dim - 2))
     inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is None:
+    if scaling is None or isinstance(scaling, AlphaScaling):
         return inverse
+    if isinstance(scaling, LongScaling):
+        return inverse / jnp.asarray(scaling.divisors, jnp.float32)
     if isinstance(scaling, YarnScaling):
         return scaling.blend(inverse, theta)
     if isinstance(scaling, LinearScaling):
@@ -153,8 +189,7 @@ def scaled_rope_table(
     positions: Int[Array, "b t"], head_dim: int, theta: float, scaling: Scaling | None
 ) -> tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]:
     """Computes `rope_table` from the RoPE fields of a config.json."""
-    amplitude = scaling.amplitude if isinstance(scaling, YarnScaling) else 1.0
-    return rope_table(positions, rope_frequencies(head_dim, theta, scaling), amplitude)
+    return rope_table(positions, rope_frequencies(head_dim, theta, scaling), getattr(scaling, "amplitude", 1.0))
 
 
 def apply_rope(

@@ -7,22 +7,24 @@ the first, so both are written (as by SpecForge's exporter, export/checkpoint_io
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
-from eagle3_jax.models.layers import LinearScaling, RopeScaling, Scaling, YarnScaling
+from eagle3_jax.models.layers import AlphaScaling, LinearScaling, LongScaling, RopeScaling, Scaling, YarnScaling
 
 THETA = 10000.0  # every engine's default of `rope_theta`, for most families and for every head
-Scalings = Mapping[str, type[Scaling]]  # `rope_type` -> its class
+Scalings = dict[str, type[Scaling]]  # `rope_type` -> its class
 SCALINGS: Scalings = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
+LONG: Scalings = {"longrope": LongScaling}  # of some targets; heads have none of these two
+ALPHA: Scalings = {"dynamic": AlphaScaling}
 _SECTIONS = ("rope_parameters", "rope_scaling")
 _PARTIAL = "partial_rotary_factor"
 _MSCALES = {"mscale", "mscale_all_dim"}  # fields of DeepSeek's YaRN, which change more than RoPE
 # Fields that a section may hold beside those of its kind: fields of other kinds, which no engine reads, and fields for
 # images, which change nothing for text (see `vision`).
 _HARMLESS = {field.name for kind in SCALINGS.values() for field in dataclasses.fields(kind)} | {
-    *("rope_type", "type", "rope_theta", "finetuned", "mrope_section", "mrope_interleaved")
+    *("rope_type", "type", "rope_theta", "finetuned", "mrope_section", "mrope_interleaved", "max_position_embeddings")
 }
+_LISTS = {"short_factor", "long_factor"}
 # Fields that some engines read, with a hint for the refusal of values other than 1, which changes nothing.
 _FACTORS = {
     # DeepSeek-R1-0528-Qwen3-8B has 0.878: SGLang's product is then 1, the other engines' factor 1.139.
@@ -87,7 +89,8 @@ def read_partial(values: dict[str, Any], problems: list[str], default: float) ->
 
 def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     """Writes the keys of config.json that `read_rope` reads."""
-    kind = next((name for name, made in SCALINGS.items() if isinstance(scaling, made)), "default")
+    kinds = SCALINGS | LONG | ALPHA
+    kind = next((name for name, made in kinds.items() if isinstance(scaling, made)), "default")
     fields = {} if scaling is None else dataclasses.asdict(scaling)
     section: dict[str, Any] = {"rope_type": kind} | {name: x for name, x in fields.items() if x is not None}
     values: dict[str, Any] = {"rope_theta": theta, "rope_parameters": section | {"rope_theta": theta}}
@@ -111,13 +114,16 @@ def read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: 
         return None
     fields = dataclasses.fields(kinds[kind])
     values = {field.name: section[field.name] for field in fields if section.get(field.name) is not None}
+    values |= {name: tuple(values[name]) for name in _LISTS & values.keys() if isinstance(values[name], list)}
     wrong = [f"{key}.{f.name}: missing" for f in fields if f.name not in values and f.default is dataclasses.MISSING]
     wrong += [
-        f"{key}.{name}: got {value!r}, expected a positive number"
+        f"{key}.{name}: got {value!r}, expected {'positive numbers' if name in _LISTS else 'a positive number'}"
         for name, value in values.items()
-        if not is_positive(value) and name != "truncate"
+        if (name != "truncate" and not all(map(is_positive, value if isinstance(value, tuple) else [value])))
+        or isinstance(value, tuple) != (name in _LISTS)
     ]
-    wrong += _unread(section, key, {field.name for field in fields})
+    unused = _MSCALES if kinds[kind] is AlphaScaling else set()
+    wrong += _unread(section, key, {field.name for field in fields} | unused)
     problems += wrong
     return None if wrong else kinds[kind](**values)
 

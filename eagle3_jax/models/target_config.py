@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from eagle3_jax.models.checkpoint.quantised import Scales, read_scales
 from eagle3_jax.models.layers import Scaling
-from eagle3_jax.models.rope import SCALINGS, THETA, Scalings, read_rope, write_rope
+from eagle3_jax.models.rope import SCALINGS, THETA, Scalings, read_partial, read_rope, write_rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class ModelConfig:
     # Set by each family: the name in `architectures`, `model_type`, fields of config.json that are not read (field ->
     # the one supported value), defaults of fields that config.json leaves out, kinds of RoPE scaling, whether
     # `num_key_value_heads` and `head_dim` describe a cache of latent vectors instead of heads, whether layers keep a
-    # state for each sequence, and whether `own` reads `partial_rotary_factor`.
+    # state for each sequence, and the share of a head that RoPE rotates where config.json leaves it out (None: all of
+    # it, and another share is refused; see `PartialRotaryConfig`).
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     supported: ClassVar[dict[str, Any]]
@@ -31,7 +32,7 @@ class ModelConfig:
     scalings: ClassVar[Scalings] = SCALINGS
     latent_cache: ClassVar[bool] = False
     recurrent: ClassVar[bool] = False
-    partial_rotary: ClassVar[bool] = False
+    rotary_share: ClassVar[float | None] = None
     packings: ClassVar[tuple[str, ...]] = ()  # methods of quantization that the family's own table reads
 
     vocab_size: int
@@ -63,7 +64,7 @@ class ModelConfig:
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         problems += [f"{field}: missing" for field in required if field not in values]
         default = cls.defaults.get("rope_theta", THETA)
-        theta, scaling = read_rope(declared, problems, cls.scalings, default, partial=cls.partial_rotary)
+        theta, scaling = read_rope(declared, problems, cls.scalings, default, partial=cls.rotary_share is not None)
         own = cls.own(values, problems)
         scales = read_scales(values, problems, cls.packings)
         if problems:
@@ -111,6 +112,34 @@ class ModelConfig:
             **write_rope(self.rope_theta, self.rope_scaling),
             "eos_token_id": list(self.eos_token_ids) or None,
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialRotaryConfig(ModelConfig):
+    """Shape of a target whose RoPE may rotate the first part of each head only.
+
+    Attributes:
+        partial_rotary_factor: the share of a head that RoPE rotates.
+    """
+
+    partial_rotary_factor: float = 1.0
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        share = cls.rotary_share
+        return {} if share is None else {"partial_rotary_factor": read_partial(values, problems, share)}
+
+    @property
+    def rope_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`; the share is written into RoPE's section, as transformers 5 does."""
+        values = super().to_hf()
+        share = values.pop("partial_rotary_factor")
+        if self.rotary_share is not None:
+            values["rope_parameters"]["partial_rotary_factor"] = share
+        return values
 
 
 _SPELT_OTHERWISE = ("rope_theta", "rope_scaling", "eos_token_ids", "aux_layers", "scales")

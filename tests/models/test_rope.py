@@ -1,12 +1,13 @@
 """RoPE sections of config.json: fields that are not read are refused unless they change nothing."""
 
+import math
 from typing import Any
 
 import pytest
 
 from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
-from eagle3_jax.models.layers import LinearScaling, YarnScaling
-from eagle3_jax.models.rope import read_rope
+from eagle3_jax.models.layers import LinearScaling, LongScaling, YarnScaling
+from eagle3_jax.models.rope import LONG, read_rope
 
 # Of DeepSeek-R1-0528-Qwen3-8B, without its `attn_factor`.
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -32,6 +33,13 @@ def test_a_factor_that_engines_read_differently_is_refused() -> None:
         ),
         ({"type": "linear", "factor": 2.0, "alpha": 1000}, "rope_scaling.alpha: got 1000, expected none"),
         (YARN | {"mscale": 1.0}, "rope_scaling.mscale: got 1.0, expected none"),
+        # Of some targets, and of no head.
+        (
+            {"rope_type": "longrope"},
+            "rope_scaling.rope_type: got 'longrope', expected 'default', 'linear', 'llama3' or",
+        ),
+        ({"rope_type": "dynamic", "alpha": 2.0}, "rope_scaling.rope_type: got 'dynamic', expected 'default', 'linear'"),
+        ({"rope_type": "proportional"}, "rope_scaling.rope_type: got 'proportional', expected 'default', 'linear'"),
     ],
 )
 def test_what_is_not_read_is_refused(section: dict[str, Any], message: str) -> None:
@@ -71,3 +79,21 @@ def test_deepseek_reads_its_own_factors() -> None:
     scaled = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
     _, scaling = read_rope({"rope_scaling": scaled}, problems, DeepseekV3Config.scalings)
     assert problems == [] and getattr(scaling, "mscale_all_dim", None) == 1.0
+
+
+def test_the_length_of_the_context_chooses_the_divisors_of_longrope() -> None:
+    """For all of a text, however short: no cached key is rotated anew."""
+    section = {"rope_type": "longrope", "short_factor": [1.0, 2], "long_factor": [3.0, 4.0]}
+    section |= {"original_max_position_embeddings": 16}
+    for factor, expected, amplitude in (
+        (1.0, (1.0, 2), 1.0),
+        (4.0, (3.0, 4.0), (1 + math.log(4) / math.log(16)) ** 0.5),
+    ):
+        problems: list[str] = []
+        _, scaling = read_rope({"rope_scaling": section | {"factor": factor}}, problems, LONG)
+        assert isinstance(scaling, LongScaling) and problems == []
+        assert (scaling.divisors, scaling.amplitude) == (expected, pytest.approx(amplitude))
+    for wrong in (2.0, [1.0, "2"]):
+        problems = []
+        read_rope({"rope_scaling": section | {"factor": 1.0, "short_factor": wrong}}, problems, LONG)
+        assert len(problems) == 1 and problems[0].endswith("expected positive numbers")

@@ -22,9 +22,8 @@ from eagle3_jax.models.families import qwen3_moe
 from eagle3_jax.models.families.gemma3 import OffsetNormed, offset_norm
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, normal, ones, rms_norm, zeros
 from eagle3_jax.models.recurrent import ConvolutionCache, DeltaCache
-from eagle3_jax.models.rope import read_partial
 from eagle3_jax.models.target import Attend, Rope
-from eagle3_jax.models.target_config import ModelConfig
+from eagle3_jax.models.target_config import PartialRotaryConfig
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _GATES = "in_proj_b", "in_proj_a"
@@ -38,12 +37,11 @@ _SIZES = {  # of Gated DeltaNet, with transformers' defaults
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen35Config(ModelConfig):
+class Qwen35Config(PartialRotaryConfig):
     """Shape of a dense Qwen 3.5.
 
     Attributes:
         layer_types: "linear_attention" or "full_attention" for each layer.
-        partial_rotary_factor: the share of a head that RoPE rotates.
         linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim: of Gated DeltaNet.
         linear_conv_kernel_dim: taps of its convolution, the token's own included.
     """
@@ -53,10 +51,9 @@ class Qwen35Config(ModelConfig):
     supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": False}
     defaults: ClassVar[dict[str, Any]] = {"head_dim": 256, "max_position_embeddings": 32768}
     recurrent: ClassVar[bool] = True
-    partial_rotary: ClassVar[bool] = True
+    rotary_share: ClassVar[float | None] = 0.25
 
     layer_types: tuple[str, ...]
-    partial_rotary_factor: float
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
@@ -77,19 +74,11 @@ class Qwen35Config(ModelConfig):
         if not wrong and found["linear_num_value_heads"] % (keys := found["linear_num_key_heads"]):
             value_heads = found["linear_num_value_heads"]
             problems.append(f"linear_num_value_heads: got {value_heads}, expected a multiple of the {keys} key heads")
-        return found | {"layer_types": tuple(types), "partial_rotary_factor": read_partial(values, problems, 0.25)}
-
-    @property
-    def rope_dim(self) -> int:
-        """See `ModelConfig`."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return super().own(values, problems) | found | {"layer_types": tuple(types)}
 
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`."""
-        values = super().to_hf() | {"layer_types": list(self.layer_types)}
-        return values | {
-            "rope_parameters": values["rope_parameters"] | {"partial_rotary_factor": self.partial_rotary_factor}
-        }
+        return super().to_hf() | {"layer_types": list(self.layer_types)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
