@@ -52,6 +52,26 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
     },
     "MiMoForCausalLM": {"attention_bias": True},
+    "MistralForCausalLM": {"sliding_window": 7},
+    "Ministral3ForCausalLM": {"sliding_window": 7},
+    "Phi3ForCausalLM": {
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.5, 2.0, 3.0]},
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.75,
+    },
+    "Olmo3ForCausalLM": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "GraniteForCausalLM": {"embedding_multiplier": 3, "attention_multiplier": 0.2, "residual_multiplier": 0.4},
+    "GraniteMoeHybridForCausalLM": {
+        "shared_intermediate_size": 48,
+        "num_local_experts": 0,
+        "layer_types": ["attention"] * 4,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 64,
+        "logits_scaling": 4,
+    },
+    "Exaone4ForCausalLM": {"sliding_window": 7, "sliding_window_pattern": 2},
+    "MixtralForCausalLM": {"num_local_experts": 4, "sliding_window": 7},
+    "HunYuanDenseV1ForCausalLM": {"rope_scaling": {"type": "dynamic", "alpha": 1000.0}},
 }
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],

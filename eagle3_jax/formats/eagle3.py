@@ -71,6 +71,9 @@ SINCE = {
 # - vLLM: gemma3.py, gemma3_mm.py, lfm2.py and lfm2_moe.py lack SupportsEagle3; qwen3_5.py and qwen3_next.py of 0.32.0
 #   have it; the forward of mimo.py returns no aux states; deepseek_v2.py adds a residual that block 0 lacks, and in
 #   0.22.0 captures nothing after the last block.
+# - From Mistral on, 0.5.23 and 0.32.0 alone were read. SGLang's Mistral, Ministral 3 and Phi-3 are its Llama;
+#   granitemoehybrid.py cannot be asked to capture. vLLM's Mistral, Ministral 3, Phi-3 and ERNIE 4.5 are its Llama;
+#   granite.py captures, and so does its base for models of transformers, which runs the five others.
 # - EAGLE captures in its own Llama and Qwen 3 alone, sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py.
 #   Models that tpu-inference leaves to vLLM's classes were not tried.
 BY_TARGET = {
@@ -89,6 +92,19 @@ BY_TARGET = {
     "Qwen3_5MoeForCausalLM": ("0.5.23", "0.32.0", FAILS),
     "Qwen3NextForCausalLM": ("0.5.23", "0.32.0", FAILS),
     "MiMoForCausalLM": (FAILS, FAILS, FAILS),
+    "MistralForCausalLM": ("0.5.23", "0.32.0", FAILS),
+    "Ministral3ForCausalLM": ("0.5.23", "0.32.0", FAILS),
+    "Phi3ForCausalLM": ("0.5.23", "0.32.0", FAILS),
+    "SmolLM3ForCausalLM": (FAILS, "0.32.0", FAILS),
+    "Olmo2ForCausalLM": (FAILS, "0.32.0", FAILS),
+    "Olmo3ForCausalLM": (FAILS, "0.32.0", FAILS),
+    "GraniteForCausalLM": (FAILS, "0.32.0", FAILS),
+    "GraniteMoeHybridForCausalLM": (FAILS, FAILS, FAILS),
+    "SeedOssForCausalLM": (FAILS, "0.32.0", FAILS),
+    "Exaone4ForCausalLM": (FAILS, FAILS, FAILS),
+    "Ernie4_5ForCausalLM": (FAILS, "0.32.0", FAILS),
+    "HunYuanDenseV1ForCausalLM": (FAILS, "0.32.0", FAILS),
+    "MixtralForCausalLM": (FAILS, FAILS, FAILS),
 }
 
 WITHOUT = {

@@ -16,7 +16,7 @@ from eagle3_jax.kernels.linear.quantised import Quantization
 from eagle3_jax.mesh import parameter_path
 
 # Paths of the parameters that `linear` multiplies, of experts' matrices, and of rows of a vocabulary.
-MATRICES = re.compile(r"\b(qkv|q|kv|q_down|q_up|kv_down|selector|o|gate|up|down|fc|project)$")
+MATRICES = re.compile(r"\b(qkv|q|kv|q_down|q_up|kv_down|selector|o|gate|up|gate_up|down|fc|project)$")
 EXPERTS = re.compile(r"\bexpert_\w+(?<!_bias)$")
 GROUP = 32  # values that share a scale under `int4`, as in GGUF's blocks
 VOCABULARY = re.compile(r"^(embed|lm_head)$")

@@ -9,6 +9,8 @@ from typing import Any
 from eagle3_jax.models.checkpoint.table import Entry
 from eagle3_jax.models.families import (
     deepseek_v3,
+    dense,
+    dense_configs,
     gemma3,
     gpt_oss,
     lfm2,
@@ -55,6 +57,7 @@ FAMILIES = (
     Family(qwen3_5.Qwen35MoeConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
     Family(qwen3_5.Qwen3NextConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
     Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.unused),
+    *(Family(config, dense.Dense, dense.table) for config in dense_configs.CONFIGS),
 )
 
 

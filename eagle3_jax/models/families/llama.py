@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -48,6 +49,12 @@ def ends(config: ModelConfig) -> dict[str, Entry]:
     c, h = config, config.hidden_size
     entries = {"embed": plain("model.embed_tokens.weight", c.vocab_size, h), "norm": plain("model.norm.weight", h)}
     return entries if c.tie_word_embeddings else entries | {"lm_head": plain("lm_head.weight", c.vocab_size, h)}
+
+
+def by_layer(config: ModelConfig, table: Callable[[Any, int], dict[str, Entry]]) -> dict[str, Entry]:
+    """Puts `ends` and the tables of all layers together; `table` maps (config, layer) to paths in a block."""
+    layers = {f"blocks/{i}": table(config, i) for i in range(config.num_hidden_layers)}
+    return ends(config) | {f"{block}/{path}": x for block, layer in layers.items() for path, x in layer.items()}
 
 
 def table(config: ModelConfig) -> dict[str, Entry]:

@@ -57,7 +57,7 @@ class Qwen3MoeConfig(ModelConfig):
 class SparseMLP(nnx.Module):
     """Top experts by a softmax over all of them; `router` [hidden, experts]."""
 
-    def __init__(self, config: Qwen3MoeConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Any, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
         self.chosen, self.normalised = c.num_experts_per_tok, c.norm_topk_prob
         self.router = normal((c.hidden_size, c.num_experts), dtype, rngs)
@@ -86,15 +86,20 @@ class Qwen3Moe(TargetModel):
 
 def table(config: Qwen3MoeConfig) -> dict[str, Entry]:
     """Maps parameter paths to Hugging Face tensors."""
-    c = config
-    h, f = c.hidden_size, c.moe_intermediate_size
-    entries = qwen3.table(c)
-    for i in c.expert_layers:
-        path, source = f"blocks/{i}/mlp", f"model.layers.{i}.mlp"
+    entries = qwen3.table(config)
+    for i in config.expert_layers:
         for name in ("gate", "up", "down"):
-            del entries[f"{path}/{name}"]
-        entries[f"{path}/router"] = kernel(f"{source}.gate.weight", c.num_experts, h)
-        for name, shape in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f))):
-            names = [f"{source}.experts.{j}.{name}_proj.weight" for j in range(c.num_experts)]
-            entries[f"{path}/experts/expert_{name}"] = stacked(names, *shape)
+            del entries[f"blocks/{i}/mlp/{name}"]
+        experts = experts_table(config, f"model.layers.{i}.mlp", ("gate_proj", "up_proj", "down_proj"))
+        entries |= {f"blocks/{i}/mlp/{path}": entry for path, entry in experts.items()}
+    return entries
+
+
+def experts_table(config: Any, source: str, names: tuple[str, str, str]) -> dict[str, Entry]:
+    """Maps parameter paths in `SparseMLP` to tensors whose names begin with `source`; `names` of gate, up and down."""
+    c, h, f = config, config.hidden_size, config.moe_intermediate_size
+    entries = {"router": kernel(f"{source}.gate.weight", c.num_experts, h)}
+    for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
+        each = [f"{source}.experts.{j}.{theirs}.weight" for j in range(c.num_experts)]
+        entries[f"experts/expert_{ours}"] = stacked(each, *((h, f) if ours == "down" else (f, h)))
     return entries

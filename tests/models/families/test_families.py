@@ -24,7 +24,7 @@ from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model
 from eagle3_jax.models.drafts import deepseek_mtp
-from eagle3_jax.models.families import FAMILIES, family_of, read_shape
+from eagle3_jax.models.families import FAMILIES, dense_configs, family_of, read_shape
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import is_quantised
 from eagle3_jax.models.states import target_states
@@ -41,6 +41,7 @@ SHAPES = [
     for name in ARCHITECTURES
     for seed in range(8)
 ]
+DENSE = {config.architecture for config in dense_configs.CONFIGS}
 # Whose attention is Llama's, with biases or norms of heads at most: what of it no cache and no tree can upset.
 AS_LLAMA = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMoForCausalLM"}
 
@@ -149,6 +150,8 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
             values |= {"moe_intermediate_size": 20, "shared_expert_intermediate_size": draw.choice([12, 20])}
         if architecture == "Qwen3NextForCausalLM":
             values |= {"norm_topk_prob": draw.random() < 0.5, "mlp_only_layers": draw.choice([[], [0], [1]])}
+    if architecture in DENSE:
+        values |= of_dense(architecture, draw, values)
     if architecture == "DeepseekV3ForCausalLM":
         groups, size = draw.choice([1, 2, 3, 4]), draw.choice([2, 3, 4])
         best = draw.randint(1, groups)
@@ -167,6 +170,60 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         rope = draw.choice([{"rope_type": "default"}, yarn, yarn])
         values["rope_parameters"] = rope | {"rope_theta": values.pop("rope_theta")}
     return values
+
+
+def of_dense(architecture: str, draw: random.Random, values: dict[str, Any]) -> dict[str, Any]:
+    """What a dense family adds; windows and original lengths are shorter than the texts of tests, or as long."""
+    layers, dim = values["num_hidden_layers"], values["head_dim"]
+    theta = {"rope_theta": values["rope_theta"]}
+    window = draw.choice([None, 3, 6, 11])
+    mixed = {"sliding_window": draw.choice([3, 6, 11])}
+    mixed |= {"layer_types": [draw.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]}
+    yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 16.0]), "original_max_position_embeddings": 8}
+    match architecture:
+        case "MistralForCausalLM":
+            return {"sliding_window": window}
+        case "Ministral3ForCausalLM":
+            yarn |= draw.choice([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}]) | theta
+            return {"sliding_window": window, "rope_parameters": yarn | {"llama_4_scaling_beta": 0.1}}
+        case "Phi3ForCausalLM":
+            share = draw.choice([0.5, 0.75, 1.0]) if dim > 4 else 1.0
+            # The length decides: longer than the original one here, or equal.
+            original = draw.choice([8, values["max_position_embeddings"]])
+            lists = [[1 + draw.random() for _ in range(int(dim * share) // 2)] for _ in range(2)]
+            long = {"rope_type": "longrope", "short_factor": lists[0], "long_factor": lists[1]}
+            rope = draw.choice([{"rope_type": "default"}, long, long | {"original_max_position_embeddings": original}])
+            rope = rope | theta | {"partial_rotary_factor": share}
+            # Its class takes no `head_dim`, and looks at the width of a head without it.
+            return {"original_max_position_embeddings": original, "sliding_window": window, "rope_parameters": rope} | {
+                "head_dim": dim,
+                "hidden_size": values["num_attention_heads"] * dim,
+            }
+        case "SmolLM3ForCausalLM":
+            return {"no_rope_layers": [draw.choice([0, 1]) for _ in range(layers)]}
+        case "Olmo3ForCausalLM":
+            full = draw.choice([{"rope_type": "default"}, yarn | {"attention_factor": 1.2}]) | theta
+            local = {"rope_type": "default"} | theta
+            return mixed | {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+        case "GraniteForCausalLM" | "GraniteMoeHybridForCausalLM":
+            sizes = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4}
+            hybrid = {"shared_intermediate_size": values["intermediate_size"], "num_local_experts": 0}
+            hybrid |= {
+                "layer_types": ["full_attention"] * layers,
+                "position_embedding_type": draw.choice(["rope", None]),
+            }
+            hybrid |= {"mamba_n_heads": 2 * values["hidden_size"]}
+            return sizes | {"logits_scaling": 10.0} | (hybrid if "Hybrid" in architecture else {})
+        case "MixtralForCausalLM":
+            return {"num_local_experts": 6, "num_experts_per_tok": draw.choice([1, 2]), "sliding_window": window}
+        case "SeedOssForCausalLM":
+            return {"attention_bias": draw.random() < 0.7}
+        case "Exaone4ForCausalLM":
+            return draw.choice([mixed, mixed, {"sliding_window": None, "layer_types": ["full_attention"] * layers}])
+        case "HunYuanDenseV1ForCausalLM":
+            alpha = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0}
+            return {"rope_parameters": draw.choice([{"rope_type": "default"}, alpha, alpha]) | theta}
+    return {}
 
 
 def make_reference(architecture: str, values: dict[str, Any], seed: int) -> Any:
@@ -275,7 +332,7 @@ def test_experts_that_a_checkpoint_keeps_in_one_tensor(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
-    long_for("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMoForCausalLM"),
+    long_for("LlamaForCausalLM", *AS_LLAMA, *DENSE),
 )
 def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path, architecture):
     """Windows, chunks and latent attention included: each document's states are those of its own row."""
@@ -596,6 +653,13 @@ def test_what_a_family_does_not_have_is_refused_by_field(architecture, field, va
         read_shape(values, (0, 1))
 
 
+# Families whose classes know no linear scaling.
+SCALED: dict[str, dict[str, Any]] = {
+    "Phi3ForCausalLM": {"rope_type": "default"},
+    "Ministral3ForCausalLM": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=ARCHITECTURES)
 @pytest.mark.parametrize("section", ["none", "rope_scaling", "rope_parameters"])
@@ -603,7 +667,7 @@ def test_the_base_of_rope_that_is_left_out_is_transformers(family, section):
     architecture = family.config.architecture
     values = shapes(architecture, 0) | {"architectures": [architecture]}
     values = {name: x for name, x in values.items() if name not in ("rope_theta", "rope_scaling", "rope_parameters")}
-    given = {} if section == "none" else {section: {"rope_type": "linear", "factor": 2.0}}
+    given = {} if section == "none" else {section: SCALED.get(architecture, {"rope_type": "linear", "factor": 2.0})}
     model_type = "qwen2" if architecture in SAME_AS else family.config.model_type
     rope = AutoConfig.for_model(model_type, **values, **given).rope_parameters
     assert read_shape(values | given, (0, 1)).rope_theta == rope.get("full_attention", rope)["rope_theta"]
