@@ -70,6 +70,13 @@ OWN: dict[str, dict[str, Any]] = {
         "logits_scaling": 4,
     },
     "Exaone4ForCausalLM": {"sliding_window": 7, "sliding_window_pattern": 2},
+    "Glm4MoeForCausalLM": {
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "MixtralForCausalLM": {"num_local_experts": 4, "sliding_window": 7},
     "HunYuanDenseV1ForCausalLM": {"rope_scaling": {"type": "dynamic", "alpha": 1000.0}},
 }

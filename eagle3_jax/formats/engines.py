@@ -155,12 +155,12 @@ BLOCKS: Final[Mapping[str, Column]] = {
         "`head_dim` not 64 or a multiple of 128": (_CPP, "dflash.cpp:load_arch_tensors"),
     },
 }
-_OF_MIMO, _OF_DEEPSEEK, _OF_QWEN = MTP_ROWS = ("MTP of MiMo", "MTP of DeepSeek-V3", "MTP of Qwen 3.5, Qwen3-Next")
+MTP_ROWS = ("MTP of MiMo", "MTP of DeepSeek-V3", "MTP of GLM-4.5", "MTP of Qwen 3.5, Qwen3-Next")
 MTP: Final[Mapping[str, Column]] = {
     TPU_INFERENCE: _all(MTP_ROWS, FAILS, "spec_decode/jax/eagle3.py:330"),
     SGLANG_JAX: {
-        _OF_MIMO: (FAILS, "models/mimo_mtp.py:262"),  # embeddings and LM head must be in the folder
-        **_all((_OF_DEEPSEEK, _OF_QWEN), FAILS, "configs/model_config.py:189"),
+        MTP_ROWS[0]: (FAILS, "models/mimo_mtp.py:262"),  # embeddings and LM head must be in the folder
+        **_all(MTP_ROWS[1:], FAILS, "configs/model_config.py:189"),
     },
     LLAMA_CPP: _all(MTP_ROWS, FAILS, "the layer lies in the target's own file"),
 }

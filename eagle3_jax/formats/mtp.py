@@ -31,6 +31,7 @@ from eagle3_jax.models.drafts import deepseek_mtp, mimo_mtp, qwen3_5_mtp
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
+from eagle3_jax.models.families.glm4_moe import Glm4MoeConfig
 from eagle3_jax.models.families.mimo import MimoConfig
 from eagle3_jax.models.families.qwen3_5 import Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from eagle3_jax.models.shapes import shapes_of
@@ -41,9 +42,10 @@ from eagle3_jax.runs import disk
 _LAYERS: dict[type[ModelConfig], tuple[type[MtpHead], Callable[[Any], dict[str, Entry]]]] = {
     MimoConfig: (mimo_mtp.MimoMtp, mimo_mtp.table),
     DeepseekV3Config: (deepseek_mtp.DeepseekMtp, deepseek_mtp.table),
+    Glm4MoeConfig: (deepseek_mtp.GlmMtp, deepseek_mtp.table),
     **dict.fromkeys((Qwen35Config, Qwen35MoeConfig, Qwen3NextConfig), (qwen3_5_mtp.Qwen35Mtp, qwen3_5_mtp.table)),
 }
-_ROWS = dict(zip((MimoConfig, DeepseekV3Config), engines.MTP_ROWS, strict=False))
+_ROWS = dict(zip((MimoConfig, DeepseekV3Config, Glm4MoeConfig), engines.MTP_ROWS, strict=False))
 
 
 def _used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:

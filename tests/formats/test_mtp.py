@@ -76,6 +76,24 @@ def deepseek(layers: int, dense: int, seed: int):
     return noisy(transformers.DeepseekV3ForCausalLM(config))
 
 
+def glm(layers: int, dense: int, seed: int):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, head_dim=8)
+    config = transformers.Glm4MoeConfig(
+        **SIZES | sizes,
+        num_hidden_layers=layers,
+        num_key_value_heads=2,
+        first_k_dense_replace=dense,
+        use_qk_norm=True,
+        attention_bias=True,
+        eos_token_id=None,
+    )
+    return noisy(transformers.Glm4MoeForCausalLM(config))
+
+
 def qwen_delta(architecture: str, layer_types: list[str], seed: int):
     torch = pytest.importorskip("torch")
     import transformers
@@ -150,8 +168,17 @@ def mimo(tmp_path) -> Target:
 
 @pytest.fixture
 def deepseek_v3(tmp_path) -> Target:
-    deepseek(3, 1, 0).save_pretrained(tmp_path)
-    deepseek(1, 0, 1).save_pretrained(tmp_path / "other")
+    return with_layer(tmp_path, deepseek)
+
+
+@pytest.fixture
+def glm4_moe(tmp_path) -> Target:
+    return with_layer(tmp_path, glm)
+
+
+def with_layer(tmp_path: pathlib.Path, family: Any) -> Target:
+    family(3, 1, 0).save_pretrained(tmp_path)
+    family(1, 0, 1).save_pretrained(tmp_path / "other")
     own, other = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "other/model.safetensors")
     shared = {"shared_head.norm.weight": other["model.norm.weight"], "shared_head.head.weight": own["lm_head.weight"]}
     shared["embed_tokens.weight"] = own["model.embed_tokens.weight"]
@@ -189,7 +216,7 @@ def qwen3_next(tmp_path) -> Target:
     return delta(tmp_path, "Qwen3NextForCausalLM")[0]
 
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("deepseek_v3", "qwen3_next")]
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("deepseek_v3", "glm4_moe", "qwen3_next")]
 
 
 @pytest.fixture(params=["mimo", "qwen3_5", *LONG])
@@ -267,16 +294,17 @@ def test_qwen_3_5_s_is_transformers_layer_between_its_norms(tmp_path, architectu
     np.testing.assert_allclose(head.logits(states), wanted @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.long
-def test_deepseek_s_is_transformers_own(deepseek_v3):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.long), "glm4_moe"])
+def test_deepseek_s_and_glm_s_are_transformers_own(request, name):
     """Its names, its layer and what of its output recurs: two passes of the class that transformers drafts with."""
     torch = pytest.importorskip("torch")
     import transformers
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
-    target = deepseek_v3
-    whole = transformers.DeepseekV3ForCausalLM.from_pretrained(target.folder)
+    target = request.getfixturevalue(name)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(target.folder)
     whole._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\."]  # says 61, and is where it looks for the layer
     reference, cache = MtpModel.from_pretrained(whole).eval(), MtpCache(config=whole.config.get_mtp_config())
     rng = np.random.default_rng(0)
@@ -322,6 +350,7 @@ def test_a_layer_that_is_not_there_is_named(target):
 PREFIXES = {
     "MiMoForCausalLM": ("model.mtp_layers.0.", "model.mtp_layers.0."),
     "DeepseekV3ForCausalLM": ("model.layers.4.", "model.layers.4."),
+    "Glm4MoeForCausalLM": ("model.layers.4.", "model.layers.4."),
     "Qwen3_5ForCausalLM": ("mtp.", "mtp.layers.0."),
     "Qwen3_5MoeForCausalLM": ("mtp.", "mtp.layers.0."),
 }

@@ -32,6 +32,7 @@ class MtpHead(Head):
     """
 
     block_type: ClassVar[Callable[..., Any]]  # as `TargetModel.block`
+    rotary: ClassVar[Callable[..., Any]] = staticmethod(rotary)  # (config, positions) -> the block's `Rope`
     counted_by: ClassVar[tuple[str, ...]] = ("num_nextn_predict_layers",)
     config: ShapeOfModel
 
@@ -64,7 +65,7 @@ class MtpHead(Head):
     ) -> Float[Array, "b r h"]:
         """See `Head`."""
         joined = self.joined(self.normed(embeds, self.token_norm), self.normed(features, self.hidden_norm))
-        x = self.block(linear(joined, self.fc[...]), rotary(self.config.model, this.positions), attend)
+        x = self.block(linear(joined, self.fc[...]), self.rotary(self.config.model, this.positions), attend)
         return self.normed(at_row(x, this.row), self.norm)
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:

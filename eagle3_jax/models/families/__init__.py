@@ -12,6 +12,7 @@ from eagle3_jax.models.families import (
     dense,
     dense_configs,
     gemma3,
+    glm4_moe,
     gpt_oss,
     lfm2,
     llama,
@@ -57,6 +58,7 @@ FAMILIES = (
     Family(qwen3_5.Qwen35MoeConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
     Family(qwen3_5.Qwen3NextConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
     Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.unused),
+    Family(glm4_moe.Glm4MoeConfig, glm4_moe.Glm4Moe, glm4_moe.table, deepseek_v3.unused),
     *(Family(config, dense.Dense, dense.table) for config in dense_configs.CONFIGS),
 )
 

@@ -54,8 +54,57 @@ class DeepseekYarnScaling(YarnScaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepseekV3Config(ModelConfig):
-    """Fields of `ModelConfig`, with `intermediate_size` of the layers without experts.
+class GroupedExpertsConfig(ModelConfig):
+    """Fields of `ModelConfig`, with `intermediate_size` of the layers without experts; `defaults` has all own fields.
+
+    Attributes:
+        n_group, topk_group: experts are chosen from the best `topk_group` of `n_group` groups.
+        n_shared_experts: shared experts, computed as one of that many times the size.
+        first_k_dense_replace: number of first layers without experts.
+        num_nextn_predict_layers: MTP layers in the checkpoint, after the target's own.
+    """
+
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    n_shared_experts: int
+    moe_intermediate_size: int
+    first_k_dense_replace: int
+    # Not compared: a written model has no MTP layers.
+    num_nextn_predict_layers: int = dataclasses.field(default=0, compare=False)
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        own = dataclasses.fields(GroupedExpertsConfig)[len(dataclasses.fields(ModelConfig)) : -1]
+        found = {field.name: values[field.name] for field in own}
+        count, groups, best = found["n_routed_experts"], found["n_group"], found["topk_group"]
+        if count % groups or count < 2 * groups:
+            problems.append(f"n_group: got {groups}, expected to divide {count} experts into groups of two or more")
+        elif not 1 <= best <= groups:
+            problems.append(f"topk_group: got {best}, expected 1 to n_group = {groups}")
+        elif not 1 <= found["num_experts_per_tok"] <= count // groups * best:
+            among = f"1 to {count // groups * best}, the experts in {best} groups"
+            problems.append(f"num_experts_per_tok: got {found['num_experts_per_tok']}, expected {among}")
+        found |= {
+            "routed_scaling_factor": float(found["routed_scaling_factor"]),
+            # MTP layers have experts.
+            "first_k_dense_replace": min(found["first_k_dense_replace"], values.get("num_hidden_layers", 0)),
+            "num_nextn_predict_layers": values.get("num_nextn_predict_layers", values.get("num_mtp_layers")) or 0,
+        }
+        return super().own(values, problems) | found
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`."""
+        return super().to_hf() | {"num_nextn_predict_layers": 0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(GroupedExpertsConfig):
+    """Fields of `GroupedExpertsConfig`, with those of its attention.
 
     `num_key_value_heads` (1) and `head_dim` (`kv_lora_rank + qk_rope_head_dim`) are those of the cache.
 
@@ -64,10 +113,6 @@ class DeepseekV3Config(ModelConfig):
         kv_lora_rank: width of the cached latent.
         qk_nope_head_dim, qk_rope_head_dim: the parts of a head's query and key without RoPE and with it.
         rope_interleave: RoPE rotates neighbouring dimensions, not halves.
-        n_group, topk_group: experts are chosen from the best `topk_group` of `n_group` groups.
-        n_shared_experts: shared experts, computed as one of that many times the size.
-        first_k_dense_replace: number of first layers without experts.
-        num_nextn_predict_layers: MTP layers in the checkpoint, after the target's own.
         fp8: whether the checkpoint holds the layers' matrices in FP8.
     """
 
@@ -89,6 +134,10 @@ class DeepseekV3Config(ModelConfig):
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "rope_interleave": True,
+    }
+    defaults: ClassVar[dict[str, Any]] = {
+        **_own,
+        "max_position_embeddings": 4096,
         "n_routed_experts": 256,
         "num_experts_per_tok": 8,
         "n_group": 8,
@@ -99,7 +148,6 @@ class DeepseekV3Config(ModelConfig):
         "moe_intermediate_size": 2048,
         "first_k_dense_replace": 3,
     }
-    defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 4096, **_own}
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -107,18 +155,7 @@ class DeepseekV3Config(ModelConfig):
     qk_rope_head_dim: int
     v_head_dim: int
     rope_interleave: bool
-    n_routed_experts: int
-    num_experts_per_tok: int
-    n_group: int
-    topk_group: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    n_shared_experts: int
-    moe_intermediate_size: int
-    first_k_dense_replace: int
     fp8: bool
-    # Not compared: a written model has no MTP layers.
-    num_nextn_predict_layers: int = dataclasses.field(default=0, compare=False)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
@@ -128,26 +165,11 @@ class DeepseekV3Config(ModelConfig):
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        found = {name: values[name] for name in cls._own}
         heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
         if kv_heads not in (None, heads):
             problems.append(f"num_key_value_heads: got {kv_heads}, expected num_attention_heads = {heads}")
-        count, groups, best = found["n_routed_experts"], found["n_group"], found["topk_group"]
-        if count % groups or count < 2 * groups:
-            problems.append(f"n_group: got {groups}, expected to divide {count} experts into groups of two or more")
-        elif not 1 <= best <= groups:
-            problems.append(f"topk_group: got {best}, expected 1 to n_group = {groups}")
-        elif not 1 <= found["num_experts_per_tok"] <= count // groups * best:
-            among = f"1 to {count // groups * best}, the experts in {best} groups"
-            problems.append(f"num_experts_per_tok: got {found['num_experts_per_tok']}, expected {among}")
         method = (values.get("quantization_config") or {}).get("quant_method")
-        return found | {
-            "routed_scaling_factor": float(found["routed_scaling_factor"]),
-            # MTP layers have experts.
-            "first_k_dense_replace": min(found["first_k_dense_replace"], values.get("num_hidden_layers", 0)),
-            "num_nextn_predict_layers": values.get("num_nextn_predict_layers", values.get("num_mtp_layers")) or 0,
-            "fp8": method == "fp8",
-        }
+        return super().own(values, problems) | {name: values[name] for name in cls._own} | {"fp8": method == "fp8"}
 
     @property
     def rope_dim(self) -> int:
@@ -158,7 +180,7 @@ class DeepseekV3Config(ModelConfig):
         del values["head_dim"]
         quantised = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
         method = {"quantization_config": quantised} if values.pop("fp8") else {}
-        return values | {"num_key_value_heads": self.num_attention_heads, "num_nextn_predict_layers": 0} | method
+        return values | {"num_key_value_heads": self.num_attention_heads} | method
 
 
 class LatentAttention(nnx.Module):
@@ -222,7 +244,7 @@ class SparseMLP(nnx.Module):
     its two best experts'. The weights of the chosen experts come from the scores without the bias.
     """
 
-    def __init__(self, config: DeepseekV3Config, *, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: GroupedExpertsConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
         h, f, count = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
         self.chosen, self.groups, self.best_groups = c.num_experts_per_tok, c.n_group, c.topk_group
@@ -272,7 +294,7 @@ class DeepseekV3(TargetModel):
     block = Block
 
 
-def unused(config: DeepseekV3Config) -> tuple[str, ...]:
+def unused(config: GroupedExpertsConfig) -> tuple[str, ...]:
     """Prefixes of the MTP layers, which follow the target's own."""
     own = config.num_hidden_layers
     return tuple(f"model.layers.{i}." for i in range(own, own + config.num_nextn_predict_layers))
@@ -280,8 +302,7 @@ def unused(config: DeepseekV3Config) -> tuple[str, ...]:
 
 def table(config: DeepseekV3Config) -> dict[str, Entry]:
     """Maps parameter paths to Hugging Face tensors."""
-    layers = {f"blocks/{i}": layer_table(config, i) for i in range(config.num_hidden_layers)}
-    return llama.ends(config) | {f"{block}/{path}": x for block, layer in layers.items() for path, x in layer.items()}
+    return llama.by_layer(config, layer_table)
 
 
 def layer_table(config: DeepseekV3Config, layer: int) -> dict[str, Entry]:
@@ -305,7 +326,18 @@ def layer_table(config: DeepseekV3Config, layer: int) -> dict[str, Entry]:
         entries["attention/q_down"] = kernel(f"{attention}.q_a_proj.weight", c.q_lora_rank, h)
         entries["attention/q_norm"] = plain(f"{attention}.q_a_layernorm.weight", c.q_lora_rank)
         entries["attention/q_up"] = kernel(f"{attention}.q_b_proj.weight", queries, c.q_lora_rank)
-    dense, mlp, width = "mlp", f"{source}.mlp", c.intermediate_size
+    entries |= mlp_table(c, layer)
+    if c.fp8:
+        matrices = {path: x for path, x in entries.items() if x.dimensions > 1 and path != "mlp/router"}
+        entries |= {path: with_scales(x, BLOCK_FP8, {}) for path, x in matrices.items()}
+    return entries
+
+
+def mlp_table(config: GroupedExpertsConfig, layer: int) -> dict[str, Entry]:
+    """Maps the parameter paths of a layer's MLP, with experts or without."""
+    c, h, mlp = config, config.hidden_size, f"model.layers.{layer}.mlp"
+    entries: dict[str, Entry] = {}
+    dense, width = "mlp", c.intermediate_size
     if layer >= c.first_k_dense_replace:
         entries["mlp/router"] = kernel(f"{mlp}.gate.weight", c.n_routed_experts, h)
         entries["mlp/router_bias"] = plain(f"{mlp}.gate.e_score_correction_bias", c.n_routed_experts)
@@ -315,9 +347,6 @@ def layer_table(config: DeepseekV3Config, layer: int) -> dict[str, Entry]:
         dense, mlp, width = "mlp/shared", f"{mlp}.shared_experts", c.moe_intermediate_size * c.n_shared_experts
     for name, shape in _projections(h, width).items():
         entries[f"{dense}/{name}"] = kernel(f"{mlp}.{name}_proj.weight", *shape)
-    if c.fp8:
-        matrices = {path: x for path, x in entries.items() if x.dimensions > 1 and path != "mlp/router"}
-        entries |= {path: with_scales(x, BLOCK_FP8, {}) for path, x in matrices.items()}
     return entries
 
 

@@ -41,7 +41,7 @@ SHAPES = [
     for name in ARCHITECTURES
     for seed in range(8)
 ]
-DENSE = {config.architecture for config in dense_configs.CONFIGS}
+DENSE = {config.architecture for config in dense_configs.CONFIGS} | {"Glm4MoeForCausalLM"}
 # Whose attention is Llama's, with biases or norms of heads at most: what of it no cache and no tree can upset.
 AS_LLAMA = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMoForCausalLM"}
 
@@ -214,6 +214,14 @@ def of_dense(architecture: str, draw: random.Random, values: dict[str, Any]) -> 
             }
             hybrid |= {"mamba_n_heads": 2 * values["hidden_size"]}
             return sizes | {"logits_scaling": 10.0} | (hybrid if "Hybrid" in architecture else {})
+        case "Glm4MoeForCausalLM":
+            groups, size = draw.choice([1, 2, 4]), draw.choice([2, 3])
+            own = {"n_routed_experts": groups * size, "n_group": groups, "topk_group": draw.randint(1, groups)}
+            own |= {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": draw.choice([1, 2])}
+            own |= {"first_k_dense_replace": draw.choice([0, 1]), "num_nextn_predict_layers": 0}
+            own |= {"use_qk_norm": draw.random() < 0.5, "attention_bias": draw.random() < 0.5}
+            rope = {"rope_type": "default", "partial_rotary_factor": draw.choice([0.5, 1.0])}
+            return own | {"routed_scaling_factor": 2.5, "rope_parameters": rope | theta}
         case "MixtralForCausalLM":
             return {"num_local_experts": 6, "num_experts_per_tok": draw.choice([1, 2]), "sliding_window": window}
         case "SeedOssForCausalLM":
