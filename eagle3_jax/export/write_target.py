@@ -27,6 +27,7 @@ from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import disk
 
 SHARD_BYTES = 5 * 10**9  # the hub's limit for one file
+_GGUF = ("llama", "qwen2", "qwen3")  # architectures that are written for llama.cpp
 
 
 def write_target(target: Target, folder: str | disk.Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -60,8 +61,8 @@ def write_gguf(target: Target, path: pathlib.Path) -> None:
     _check_floats(target)
     c = target.model.config
     architecture, scaling = c.model_type, c.rope_scaling
-    if architecture not in INTERLEAVED:
-        raise ValueError(f"target.name: got a {architecture}, expected one of {', '.join(INTERLEAVED)} for llama.cpp")
+    if architecture not in _GGUF:
+        raise ValueError(f"target.name: got a {architecture}, expected one of {', '.join(_GGUF)} for llama.cpp")
     if scaling is not None and (architecture != "llama" or isinstance(scaling, YarnScaling)):
         raise ValueError(f"rope_scaling: got {scaling}, expected none for llama.cpp, or Llama 3's for a llama")
     file = GGUFWriter(path, architecture)

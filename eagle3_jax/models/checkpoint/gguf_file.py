@@ -35,24 +35,36 @@ BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# Architectures, and whether llama.cpp interleaves the rows of their queries and keys.
-INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
-_NOT_WEIGHTS = ("rope_freqs.weight",)  # config.json's rope_scaling says the same
+# Names that are not Llama's; those of one architecture alone are read so there.
+_MORE_NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_NAMES_OF = {
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "hunyuan-dense": {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+}
+# Architectures, and whether llama.cpp's converter interleaves the rows of their queries and keys (its conversion/*.py:
+# the subclasses of LlamaModel do). ERNIE's RoPE rotates neighbours on both sides.
+INTERLEAVED = {
+    **dict.fromkeys(("llama", "mistral3", "smollm3", "granite", "granitehybrid"), True),
+    **dict.fromkeys(("qwen2", "qwen3", "phi3", "olmo2", "seed_oss", "exaone4", "ernie4_5", "hunyuan-dense"), False),
+}
+# config.json's rope_scaling says the same
+_NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, architecture: str = "llama") -> str:
     """Returns Hugging Face's name of a tensor. Raises ValueError: unknown."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP_NAMES:
         return f"{_TOP_NAMES[stem]}.{kind}"
     _, layer, part = stem.split(".", 2) if stem.startswith("blk.") else ("", "", stem)
-    if part not in BLOCK_NAMES:
-        raise ValueError(f"tensor {name}: unknown, expected one of {sorted([*_TOP_NAMES, *BLOCK_NAMES])}")
-    return f"model.layers.{layer}.{BLOCK_NAMES[part]}.{kind}"
+    names = BLOCK_NAMES | _MORE_NAMES | _NAMES_OF.get(architecture, {})
+    if part not in names:
+        raise ValueError(f"tensor {name}: unknown, expected one of {sorted([*_TOP_NAMES, *names])}")
+    return f"model.layers.{layer}.{names[part]}.{kind}"
 
 
 def gguf_name(name: str) -> str:
-    """Returns a tensor's name in a GGUF file, the inverse of `hf_name`."""
+    """Returns a tensor's name in a GGUF file of a Llama or Qwen, the inverse of `hf_name`."""
     stem, _, kind = name.rpartition(".")
     ours = {part: name for name, part in (_TOP_NAMES | BLOCK_NAMES).items()}
     if stem in ours:
@@ -93,7 +105,7 @@ def _opened(path: str, size: int, changed: int) -> tuple[dict[str, Described], C
         if tensor.name in _NOT_WEIGHTS:
             continue
         try:
-            name = hf_name(tensor.name)
+            name = hf_name(tensor.name, architecture)
         except ValueError as error:
             raise SafetensorError(str(error)) from error
         shape = tuple(int(size) for size in reversed(tensor.shape))

@@ -6,12 +6,13 @@ import pathlib
 import re
 import shutil
 import weakref
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import tiny_families
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFReader, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
@@ -24,7 +25,25 @@ from eagle3_jax.models.families import FAMILIES, family_of
 from eagle3_jax.models.quantisation import is_quantised
 
 ROOT = pathlib.Path(__file__).parents[3]
-ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+# `model_type` -> llama.cpp's architecture.
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "mistral": MODEL_ARCH.LLAMA,
+    "ministral3": MODEL_ARCH.MISTRAL3,
+    "phi3": MODEL_ARCH.PHI3,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "olmo3": MODEL_ARCH.OLMO2,
+    "granite": MODEL_ARCH.GRANITE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
+    "seed_oss": MODEL_ARCH.SEED_OSS,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+}
+PERMUTED = {"llama", "mistral", "ministral3", "smollm3", "granite", "granitemoehybrid"}
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -32,6 +51,7 @@ SIZES = {
     "num_hidden_layers": 4,
     "max_position_embeddings": 256,
 }
+OWN: dict[str, Any] = {"phi3": {"rope_scaling": None}, "granitemoehybrid": {"shared_intermediate_size": 512}}
 # llama.cpp's mixtures: `Q4_K_M` has more bits for values and `down` of some layers.
 MIXTURES = {
     "Q8_0": {r"": "Q8_0"},
@@ -72,17 +92,24 @@ def write(folder: pathlib.Path, name: str, mixture: str) -> pathlib.Path:
     """Writes a target as floats into `floats` and as a GGUF file into `blocks`, which have equal numbers."""
     family = next(family for family in FAMILIES if family.config.model_type == name)
     floats, blocks = folder / "floats", folder / "blocks"
-    tiny_families.write(floats, family, **SIZES)
+    tiny_families.write(floats, family, **SIZES | OWN.get(name, {}))
     shutil.copytree(floats, blocks, ignore=shutil.ignore_patterns("*.safetensors"))
     config, tensors = read_config(floats), load_file(floats / "model.safetensors")
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    writer = GGUFWriter(blocks / "model.gguf", name)
+    held = tensors
+    if name == "granitemoehybrid":  # apart in a GGUF file
+        held = {tensor: x for tensor, x in tensors.items() if "shared_mlp" not in tensor}
+        for tensor in tensors.keys() - held.keys():
+            parts = np.split(tensors[tensor], 2) if "input" in tensor else [tensors[tensor]]
+            theirs = ("gate", "up") if "input" in tensor else ("down",)
+            held |= {re.sub(r"shared_mlp\.\w+", f"mlp.{x}_proj", tensor): y for x, y in zip(theirs, parts, strict=True)}
+    writer = GGUFWriter(blocks / "model.gguf", MODEL_ARCH_NAMES[ARCHITECTURES[name]])
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     names = get_tensor_name_map(ARCHITECTURES[name], config.num_hidden_layers)
-    for place, (tensor, x) in enumerate(sorted(tensors.items())):
+    for place, (tensor, x) in enumerate(sorted(held.items())):
         x, kind = x.astype(np.float32), None
-        permuted = [count for part, count in heads.items() if name == "llama" and part in tensor]
+        permuted = [count for part, count in heads.items() if name in PERMUTED and part in tensor]
         if x.ndim == 2:
             kind = GGMLQuantizationType[
                 next(kind for part, kind in MIXTURES[mixture].items() if re.search(part, tensor))
@@ -98,10 +125,9 @@ def write(folder: pathlib.Path, name: str, mixture: str) -> pathlib.Path:
             x = dequantize(stored, kind)
             if permuted:
                 x = x.reshape(permuted[0], -1, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-            tensors[tensor] = x
+            held[tensor] = x
         else:
-            stored = tensors[tensor] = interleaved(x[:, None], permuted[0])[:, 0] if permuted else x
-            tensors[tensor] = x
+            stored = interleaved(x[:, None], permuted[0])[:, 0] if permuted else x
         found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         assert found is not None
         writer.add_tensor(found, stored, raw_dtype=kind)
@@ -110,9 +136,13 @@ def write(folder: pathlib.Path, name: str, mixture: str) -> pathlib.Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    save_file(
-        {tensor: np.ascontiguousarray(x, np.float32) for tensor, x in tensors.items()}, floats / "model.safetensors"
-    )
+    if name == "granitemoehybrid":
+        for i in range(config.num_hidden_layers):
+            mlp = f"model.layers.{i}.mlp"
+            gate, up, down = (held.pop(f"{mlp}.{x}_proj.weight") for x in ("gate", "up", "down"))
+            held |= {f"model.layers.{i}.shared_mlp.input_linear.weight": np.concatenate([gate, up])}
+            held |= {f"model.layers.{i}.shared_mlp.output_linear.weight": down}
+    save_file({tensor: np.ascontiguousarray(x, np.float32) for tensor, x in held.items()}, floats / "model.safetensors")
     return folder
 
 
@@ -130,7 +160,15 @@ def target_of(folder: pathlib.Path, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "mixture"), [("llama", "Q4_K_M"), ("llama", "Q2_K"), ("qwen2", "Q4_1"), ("qwen3", "Q8_0")]
+    ("name", "mixture"),
+    [
+        *(("llama", "Q4_K_M"), ("llama", "Q2_K"), ("qwen2", "Q4_1"), ("qwen3", "Q8_0")),
+        *(("phi3", "Q4_K_M"), ("granitemoehybrid", "Q4_K_M"), ("hunyuan_v1_dense", "Q8_0"), ("olmo2", "Q4_1")),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in (("mistral", "Q4_K_M"), ("ministral3", "Q2_K"))),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in (("smollm3", "Q4_K_M"), ("granite", "Q8_0"))),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in (("olmo3", "Q4_K_M"), ("seed_oss", "Q4_1"))),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in (("exaone4", "Q8_0"), ("ernie4_5", "Q4_K_M"))),
+    ],
 )
 def test_it_is_the_target_of_its_numbers_and_keeps_their_bits(tmp_path, name, mixture):
     write(tmp_path, name, mixture)
@@ -148,7 +186,10 @@ def test_it_is_the_target_of_its_numbers_and_keeps_their_bits(tmp_path, name, mi
             bound = 1e-6 if exact else 0.005 * np.abs(one).max()
             np.testing.assert_allclose(leaf.array(), one, rtol=1e-6, atol=bound)
             bits[jax.tree_util.keystr(path)] = leaf.values.dtype.name, leaf.shape[-2] // leaf.scale.shape[-2]
-    of = {part: {x for key, x in bits.items() if f".{part}." in key} for part in ("up", "down", "qkv")}
+    of = {
+        part: {x for key, x in bits.items() if any(f".{name}." in key for name in names)}
+        for part, names in {"up": ("up", "gate_up"), "down": ("down",), "qkv": ("qkv",)}.items()
+    }
     assert (
         of
         == {
