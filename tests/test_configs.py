@@ -54,6 +54,22 @@ def test_gemma_s_shape_is_what_its_config_leaves_unsaid() -> None:
     assert shape.tie_word_embeddings and shape.eos_token_ids == (1, 106)
 
 
+def test_gemma_4_s_layers_are_those_of_its_weights() -> None:
+    """Layers 15 to 34 of E2B read the keys and values of 13 and 14; the full layers of 12B have one wide KV head."""
+    small: Any = fetch.read_config(CONFIGS / "targets/gemma4_e2b")
+    assert [layer for layer in range(35) if not small.shares(layer)] == list(range(15))
+    assert (small.lender(local=True), small.lender(local=False)) == (13, 14)
+    assert (small.heads(13), small.heads(14), small.mlp_width(14), small.mlp_width(15)) == (
+        (1, 256),
+        (1, 512),
+        6144,
+        12288,
+    )
+    large: Any = fetch.read_config(CONFIGS / "targets/gemma4_12b")
+    assert (large.heads(4), large.heads(5), large.projections(5)) == ((8, 256), (1, 512), ("q", "k"))
+    assert (large.hidden_size_per_layer_input, large.num_experts, large.eos_token_ids) == (0, None, (1, 106))
+
+
 def test_every_option_is_set_by_a_config_or_named_on_a_page() -> None:
     """An option that neither shows is found by nobody: show it, or cut it."""
     root = CONFIGS.parent

@@ -21,6 +21,22 @@ AUX_LAYERS = (1, 2, 3)  # such as engines capture
 OWN: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "Gemma3ForCausalLM": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    "Gemma4ForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 7,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 2.0,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 60,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
     "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     "Llama4ForCausalLM": {
         "num_local_experts": 4,

@@ -83,6 +83,7 @@ BY_TARGET = {
     "Qwen3ForCausalLM": ("0.4.9", "0.21.0", "cb7e084"),
     "Qwen3MoeForCausalLM": ("0.4.9", "0.21.0", FAILS),
     "Gemma3ForCausalLM": (SILENT, FAILS, FAILS),
+    "Gemma4ForCausalLM": ("0.5.23", "0.32.0", FAILS),
     "Llama4ForCausalLM": ("0.4.9", "0.21.0", FAILS),
     "GptOssForCausalLM": ("0.5.2", "0.21.0", FAILS),
     "DeepseekV3ForCausalLM": ("0.5.11", "0.21.0", FAILS),

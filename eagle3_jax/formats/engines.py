@@ -28,7 +28,9 @@ _YARN = ("RoPE `yarn`", "RoPE `yarn`, `truncate` false", "RoPE `yarn`, `attentio
 _AUX_OF_DEEPSEEK = ("aux layer 0 of DeepSeek", "aux layer n of DeepSeek")
 _HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
 _LFM2 = ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")
-_QWEN_AND_OTHERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM")
+_QWEN_AND_OTHERS = (
+    *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
+)
 _OF_VLLM = ("Qwen3MoeForCausalLM", "GptOssForCausalLM")
 _NO_CLASS = ("Gemma3ForCausalLM", "MiMoForCausalLM", *_LFM2)
 
@@ -82,12 +84,8 @@ EAGLE3: Final[Mapping[str, Column]] = {
         "whole vocabulary": (FAILS, "models/llama_eagle3.py:256"),
         "the target's LM head": (_JAX, "models/llama_eagle3.py:247"),
         "rows of the target's LM head": (SILENT, "models/llama_eagle3.py:248"),
+        **_all((*_QWEN_AND_OTHERS, *_OF_VLLM, *_NO_CLASS, *_HYBRIDS), FAILS, "model_executor/model_runner.py:592"),
         "Qwen3ForCausalLM": (_JAX, "models/qwen3.py:564"),
-        **_all(
-            ("Qwen2ForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM", *_OF_VLLM, *_NO_CLASS, *_HYBRIDS),
-            FAILS,
-            "model_executor/model_runner.py:592",
-        ),
     },
     LLAMA_CPP: {
         "EAGLE-3": (_CPP, "eagle3.cpp:load_arch_tensors"),

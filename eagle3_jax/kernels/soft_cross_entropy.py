@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.contraction import summed
+from eagle3_jax.kernels.vocabulary.api import capped
 
+Static = tuple[int, float | None]  # positions of each row in a block, and `cap`
 Compared = tuple[Array, Array, Array, Array]  # the fields of `Comparison`
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -55,6 +57,7 @@ def soft_cross_entropy(
     weights: Float[Array, "k b t"],
     block: int,
     lk_decay: Float[Array, ""] | None = None,
+    cap: float | None = None,
 ) -> tuple[Float[Array, ""], Comparison]:
     """Sums weights * CE(softmax(teacher logits), softmax(student logits)), or weights * LK loss, over k, b, t.
 
@@ -65,6 +68,7 @@ def soft_cross_entropy(
         weights: blocks whose weights are all zero are skipped, so the other positions should be close together.
         block: positions per block over all B rows; memory is a few times block * v floats.
         lk_decay: decay of the LK loss; 0 is cross entropy. None is cross entropy too, compiled without the LK loss.
+        cap: of the teacher's logits, see `capped`.
 
     Returns:
         The loss, and the comparison (without gradient).
@@ -73,7 +77,7 @@ def soft_cross_entropy(
     length = min(t, max(1, block // b))  # positions of each row in a block
     pad = -t % length
     outputs: Any = _blocked(
-        length,
+        (length, cap),
         jnp.pad(hidden, ((0, 0), (0, 0), (0, pad), (0, 0))),
         rows,
         teacher_rows,
@@ -88,7 +92,7 @@ def soft_cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(
-    length: int,
+    static: Static,
     hidden: Array,
     rows: Array,
     teacher_rows: Array,
@@ -97,11 +101,11 @@ def _blocked(
     weights: Array,
     lk_decay: Array | None,
 ) -> tuple[Array, Compared]:
-    return _scan(length, hidden, rows, teacher_rows, teacher_hidden, labels, weights, lk_decay, gradients=False)[0]
+    return _scan(static, hidden, rows, teacher_rows, teacher_hidden, labels, weights, lk_decay, gradients=False)[0]
 
 
 def _forward(
-    length: int,
+    static: Static,
     hidden: Array,
     rows: Array,
     teacher_rows: Array,
@@ -110,10 +114,10 @@ def _forward(
     weights: Array,
     lk_decay: Array | None,
 ) -> tuple[tuple[Array, Compared], tuple[Array, Array]]:
-    return _scan(length, hidden, rows, teacher_rows, teacher_hidden, labels, weights, lk_decay, gradients=True)
+    return _scan(static, hidden, rows, teacher_rows, teacher_hidden, labels, weights, lk_decay, gradients=True)
 
 
-def _backward(length: int, gradients: tuple[Array, Array], cotangents: Any) -> tuple[Array | None, ...]:
+def _backward(static: Static, gradients: tuple[Array, Array], cotangents: Any) -> tuple[Array | None, ...]:
     d_hidden, d_rows = gradients
     g = cotangents[0]
     return (d_hidden * g.astype(d_hidden.dtype), d_rows * g.astype(d_rows.dtype), *(None,) * 5)
@@ -123,7 +127,7 @@ _blocked.defvjp(_forward, _backward)
 
 
 def _scan(
-    length: int,
+    static: Static,
     hidden: Array,
     rows: Array,
     teacher_rows: Array,
@@ -134,7 +138,7 @@ def _scan(
     gradients: bool,
 ) -> tuple[tuple[Array, Compared], Any]:
     """Scans blocks of `length` positions of every row, and joins the outputs of `_block`."""
-    k, b, _, h = hidden.shape
+    (k, b, _, h), (length, cap) = hidden.shape, static
     own_rows, own_teacher_rows = rows.astype(hidden.dtype), teacher_rows.astype(hidden.dtype)
 
     def cut(x: Array, axis: int) -> Array:
@@ -151,7 +155,7 @@ def _scan(
             compared = (jnp.zeros(each), jnp.zeros((b, length)), jnp.zeros(each, jnp.bool), jnp.zeros(each))
             return carry, (compared, d_hidden)
 
-        run = functools.partial(_block, own_rows, own_teacher_rows, lk_decay, gradients=gradients)
+        run = functools.partial(_block, own_rows, own_teacher_rows, lk_decay, cap, gradients=gradients)
         return jax.lax.cond(jnp.any(block[-1] != 0), lambda c: run(carry=c, block=block), skip, carry)
 
     blocks = (cut(hidden, 2), cut(teacher_hidden.astype(hidden.dtype), 1), cut(labels, 1), cut(weights, 2))
@@ -165,13 +169,14 @@ def _block(
     rows: Array,
     teacher_rows: Array,
     lk_decay: Array | None,
+    cap: float | None,
     carry: tuple[Array, Array],
     block: tuple[Array, ...],
     gradients: bool,
 ) -> tuple[tuple[Array, Array], Any]:
     """Computes one block: hidden [K, B, n, H], teacher_hidden [B, n, H], labels [B, n], weights [K, B, n]."""
     hidden, teacher_hidden, labels, weights = block
-    teacher_logits = _product(teacher_hidden, teacher_rows, 1)
+    teacher_logits = capped(_product(teacher_hidden, teacher_rows, 1), cap)
     p = jax.nn.softmax(teacher_logits, axis=-1)
     entropy = jax.nn.logsumexp(teacher_logits, axis=-1) - jnp.sum(p * teacher_logits, axis=-1)
 

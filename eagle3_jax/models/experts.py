@@ -9,7 +9,7 @@ them. On a mesh every expert's columns are split over the model axis.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,12 @@ Product = Callable[[Array, Any], Array]
 
 
 class Experts(nnx.Module):
-    """SwiGLU experts of a layer; the family's router chooses among them.
+    """SwiGLU experts of a layer, or those of another activation; the family's router chooses among them.
 
     `expert_gate` and `expert_up` [experts, hidden, intermediate], `expert_down` [experts, intermediate, hidden].
     """
+
+    activation: ClassVar[Callable[[Array], Array]] = staticmethod(jax.nn.silu)
 
     def __init__(self, hidden: int, intermediate: int, experts: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         self.expert_gate = normal((experts, hidden, intermediate), dtype, rngs)
@@ -48,7 +50,7 @@ class Experts(nnx.Module):
         """Sums the chosen experts' outputs by weight, in float32 until the end."""
 
         def feed(rows: Array, product: Product, expert: Array, gate: Any, up: Any, down: Any) -> Array:
-            hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
+            hidden = self.activation(product(rows, gate)) * product(rows, up)
             return product(hidden.astype(x.dtype), down)
 
         columns = P(None, None, "model")

@@ -144,7 +144,19 @@ class AlphaScaling:
     alpha: float
 
 
-Scaling = RopeScaling | LinearScaling | YarnScaling | LongScaling | AlphaScaling
+@dataclasses.dataclass(frozen=True)
+class ProportionalScaling:
+    """RoPE of a share of each half of a head, at the whole head's frequencies (Hugging Face `rope_type: proportional`).
+
+    Attributes:
+        partial_rotary_factor: the share; the other numbers are not rotated.
+    """
+
+    factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling | LongScaling | AlphaScaling | ProportionalScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> Float[Array, " half"]:
@@ -160,6 +172,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None
         return scaling.blend(inverse, theta)
     if isinstance(scaling, LinearScaling):
         return inverse / scaling.factor
+    if isinstance(scaling, ProportionalScaling):
+        turned = int(scaling.partial_rotary_factor * head_dim // 2)
+        return jnp.where(jnp.arange(head_dim // 2) < turned, inverse / scaling.factor, 0.0)
     wavelength = 2 * math.pi / inverse
     original = scaling.original_max_position_embeddings
     low, high = original / scaling.low_freq_factor, original / scaling.high_freq_factor

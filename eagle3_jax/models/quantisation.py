@@ -19,7 +19,7 @@ from eagle3_jax.mesh import parameter_path
 MATRICES = re.compile(r"\b(qkv|q|kv|q_down|q_up|kv_down|selector|o|gate|up|gate_up|down|fc|project)$")
 EXPERTS = re.compile(r"\bexpert_\w+(?<!_bias)$")
 GROUP = 32  # values that share a scale under `int4`, as in GGUF's blocks
-VOCABULARY = re.compile(r"^(embed|lm_head)$")
+VOCABULARY = re.compile(r"^(embed|embed_per_layer|lm_head)$")
 
 
 def is_quantised(leaf: Any) -> bool:

@@ -9,13 +9,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from eagle3_jax.models.layers import AlphaScaling, LinearScaling, LongScaling, RopeScaling, Scaling, YarnScaling
+from eagle3_jax.models.layers import (
+    AlphaScaling,
+    LinearScaling,
+    LongScaling,
+    ProportionalScaling,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+)
 
 THETA = 10000.0  # every engine's default of `rope_theta`, for most families and for every head
 Scalings = dict[str, type[Scaling]]  # `rope_type` -> its class
 SCALINGS: Scalings = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
-LONG: Scalings = {"longrope": LongScaling}  # of some targets; heads have none of these two
+LONG: Scalings = {"longrope": LongScaling}  # of some targets; heads have none of these three
 ALPHA: Scalings = {"dynamic": AlphaScaling}
+PROPORTIONAL: Scalings = {"proportional": ProportionalScaling}
 _SECTIONS = ("rope_parameters", "rope_scaling")
 _PARTIAL = "partial_rotary_factor"
 _MSCALES = {"mscale", "mscale_all_dim"}  # fields of DeepSeek's YaRN, which change more than RoPE
@@ -89,7 +98,7 @@ def read_partial(values: dict[str, Any], problems: list[str], default: float) ->
 
 def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     """Writes the keys of config.json that `read_rope` reads."""
-    kinds = SCALINGS | LONG | ALPHA
+    kinds = SCALINGS | LONG | ALPHA | PROPORTIONAL
     kind = next((name for name, made in kinds.items() if isinstance(scaling, made)), "default")
     fields = {} if scaling is None else dataclasses.asdict(scaling)
     section: dict[str, Any] = {"rope_type": kind} | {name: x for name, x in fields.items() if x is not None}

@@ -13,7 +13,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Int32
 from eagle3_jax.kernels.ttt_attention.api import document_starts
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import Cache, Pass
+from eagle3_jax.models.cache import BorrowedCache, Cache, Pass
 from eagle3_jax.models.split_rows import SplitRows
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.sequence import WHOLE, Split
@@ -46,8 +46,9 @@ def target_states(
     index = split.cut(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length)))
     starts = None if segment_ids is None else split.cut(document_starts(split.joined(segment_ids)))
     positions = index if starts is None else index - starts
-    layers = model.config.num_hidden_layers
-    cache = model.empty_cache(b, t) if split.pieces == 1 else Cache((SplitRows(split),) * layers)
+    cache = model.empty_cache(b, t)
+    if split.pieces > 1:
+        cache = Cache(tuple(x if isinstance(x, BorrowedCache) else SplitRows(split) for x in cache.layers))
     this = Pass(positions, jnp.zeros(b, jnp.int32), starts=starts, counts=jnp.full(b, t, jnp.int32))
     hidden, aux, _ = model(token_ids, this, cache)
     predicted = _best_tokens(model, hidden)

@@ -67,6 +67,7 @@ class TargetModel(nnx.Module):
         """
         c = self.config
         rope, x, this = self.rotary(this.positions), self.embedded(tokens), this.with_tail_positions()
+        beside = self.beside(tokens, x)
         aux, entries = [], {}
         for layer, block in enumerate(self.blocks):
             if layer in c.aux_layers:
@@ -75,7 +76,8 @@ class TargetModel(nnx.Module):
                 aux.append(x)
             own = cache.layers[layer]
             place = own.layer if isinstance(own, BorrowedCache) else layer
-            x, own, entries[place] = _decoder_layer(block, x, rope, this, cache.layers[place], entries.get(place))
+            given = rope if beside is None else (rope, beside[layer])
+            x, own, entries[place] = _decoder_layer(block, x, given, this, cache.layers[place], entries.get(place))
             cache = cache.with_layer(place, own)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
@@ -98,6 +100,10 @@ class TargetModel(nnx.Module):
     def rotary(self, positions: Int[Array, "b t"]) -> Any:
         """Returns the blocks' argument `Rope`."""
         return rotary(self.config, positions)
+
+    def beside(self, tokens: Int[Array, "b t"], x: Float[Array, "b t h"]) -> list[Any] | None:
+        """Returns what each block takes, in a pair with `Rope`, of the tokens and their embeddings; None is nothing."""
+        return None
 
     def final_norm(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps)

@@ -97,6 +97,11 @@ class ModelConfig:
         return {}
 
     @property
+    def logit_cap(self) -> float | None:
+        """What no logit exceeds, see `capped`; None: there is no such bound."""
+        return None
+
+    @property
     def rope_dim(self) -> int:
         """Dimensions of a head that RoPE rotates."""
         return self.head_dim

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.ttt_attention.api import document_starts
+from eagle3_jax.kernels.vocabulary.api import capped
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.fsdp import on_own_rows
@@ -186,7 +187,8 @@ def _sums(
         return jnp.sum(jnp.where(mask, weights * x, 0.0))
 
     def wanted() -> Array:  # the target's distribution over the draft vocabulary
-        return jax.nn.softmax(_logits(drafts.hidden.astype(states.dtype), jax.lax.stop_gradient(teacher.rows)))
+        logits = _logits(drafts.hidden.astype(states.dtype), jax.lax.stop_gradient(teacher.rows))
+        return jax.nn.softmax(capped(logits, teacher.cap))
 
     divisor = jnp.sum(mask, dtype=jnp.float32)
     if head.corrector == "markov":

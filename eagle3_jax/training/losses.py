@@ -83,7 +83,7 @@ def states_loss(
         rows,
         (hidden, ordered(batch.last_hidden.astype(hidden.dtype))[None], ordered(labels)[None], weights),
         (jax.lax.stop_gradient(teacher.rows), lk_decay),
-        config.loss_block,
+        {"block": config.loss_block, "cap": teacher.cap},
     )
     positions = (1, 2)
     divergence = comparison.cross_entropy - comparison.entropy[None]
@@ -98,13 +98,16 @@ def states_loss(
     }
 
 
-def _compared(rows: Array | None, given: tuple[Array, ...], frozen: Any, block: int) -> tuple[Array, Comparison]:
+def _compared(
+    rows: Array | None, given: tuple[Array, ...], frozen: Any, options: dict[str, Any]
+) -> tuple[Array, Comparison]:
     """Computes `soft_cross_entropy` on each data shard's rows. Arrays given are [..., b, t] or [..., b, t, h]."""
 
     def local(table: dict[str, Array], given: tuple[Array, ...], frozen: Any) -> tuple[Array, ...]:
         (hidden, (last_hidden,), (labels,), weights), (teacher_rows, decay) = given, frozen
         student = table.get("lm_head", teacher_rows)
-        loss, made = soft_cross_entropy(hidden, student, last_hidden, teacher_rows, labels, weights, block, decay)
+        operands = hidden, student, last_hidden, teacher_rows, labels, weights
+        loss, made = soft_cross_entropy(*operands, lk_decay=decay, **options)
         return loss[None, None], made.cross_entropy, made.entropy[None], made.hits, made.acceptance
 
     table = {} if rows is None else {"lm_head": rows}

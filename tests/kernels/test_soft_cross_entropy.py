@@ -14,12 +14,14 @@ from eagle3_jax.kernels.soft_cross_entropy import soft_cross_entropy
 from eagle3_jax.mesh import make_mesh
 
 
-def reference(hidden, rows, teacher_hidden, teacher_rows, labels, weights):
+def reference(hidden, rows, teacher_hidden, teacher_rows, labels, weights, cap=None):
     """All logits at once."""
-    p = jax.nn.softmax(teacher_hidden @ teacher_rows.T)
+    wanted = teacher_hidden @ teacher_rows.T
+    wanted = wanted if cap is None else cap * jnp.tanh(wanted / cap)
+    p = jax.nn.softmax(wanted)
     logits = hidden @ rows.T
     ce = -jnp.sum(p[None] * jax.nn.log_softmax(logits), axis=-1)
-    entropy = -jnp.sum(p * jax.nn.log_softmax(teacher_hidden @ teacher_rows.T), axis=-1)
+    entropy = -jnp.sum(p * jax.nn.log_softmax(wanted), axis=-1)
     return jnp.sum(weights * ce), ce, entropy, jnp.argmax(logits, -1) == labels[None]
 
 
@@ -45,26 +47,26 @@ def random_inputs(seed, k=3, b=2, t=11, h=8, v=20):
 
 @pytest.mark.slow
 # Positions one by one; a last block that is not full; all at once.
-@pytest.mark.parametrize("block", [1, 8, 100])
-def test_loss_and_gradients_equal_the_reference_for_any_block(block):
+@pytest.mark.parametrize(("block", "cap"), [(1, None), (8, 2.0), (100, None)])
+def test_loss_and_gradients_equal_the_reference_for_any_block(block, cap):
     hidden, rows, *rest = random_inputs(block)
 
     def scaled(hidden, rows):
-        loss, comparison = soft_cross_entropy(hidden, rows, *rest, block=block)
+        loss, comparison = soft_cross_entropy(hidden, rows, *rest, block=block, cap=cap)
         return 3 * loss, comparison
 
     (loss, comparison), gradients = jax.jit(jax.value_and_grad(scaled, (0, 1), has_aux=True))(hidden, rows)
-    expected = jax.jit(jax.value_and_grad(lambda h, r: 3 * reference(h, r, *rest)[0], (0, 1)))(hidden, rows)
+    expected = jax.jit(jax.value_and_grad(lambda h, r: 3 * reference(h, r, *rest, cap)[0], (0, 1)))(hidden, rows)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
     for got, want in zip(gradients, expected[1], strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    _, ce, entropy, hits = jax.jit(reference)(hidden, rows, *rest)
+    _, ce, entropy, hits = reference(hidden, rows, *rest, cap)
     used = np.asarray(rest[-1]) > 0
     np.testing.assert_allclose(np.where(used, comparison.cross_entropy, 0), np.where(used, ce, 0), rtol=1e-4)
     at = used.any(0)
     np.testing.assert_allclose(np.where(at, comparison.entropy, 0), np.where(at, entropy, 0), rtol=1e-4)
     np.testing.assert_array_equal(comparison.hits & used, hits & used)
-    without, _ = soft_cross_entropy(hidden, rows, *rest, block=block)
+    without, _ = soft_cross_entropy(hidden, rows, *rest, block=block, cap=cap)
     np.testing.assert_allclose(3 * without, loss, rtol=1e-6)
 
 

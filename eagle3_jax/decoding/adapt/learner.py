@@ -118,7 +118,7 @@ class HeadLearner:
         sizes = config.row_length, c.num_aux_layers * c.target_hidden_size, target.config.hidden_size
         self._ring, self._held = (Ring(count, *sizes, replicated(mesh)) for count in (rows - held, held))
         self._rng, self._unjudged, self._in_vain = np.random.default_rng(0), 0, -1
-        self._ends, self._renews_at = target.config.eos_token_ids, 0
+        self._ends, self._cap, self._renews_at = target.config.eos_token_ids, target.config.logit_cap, 0
         self._busy = self._idle = self._spent = 0.0
         self._checkpoints: Checkpoints | None = None
         if config.folder is not None and identity is not None:
@@ -160,7 +160,7 @@ class HeadLearner:
 
     def _teacher_of(self, embed: Any, token_ids: Any) -> Teacher:
         teacher = Teacher.of(embed, self._output_rows, token_ids)
-        return dataclasses.replace(teacher, rows=teacher.rows.astype(embed.dtype))
+        return dataclasses.replace(teacher, rows=teacher.rows.astype(embed.dtype), cap=self._cap)
 
     def compile(self) -> None:
         """Compiles its programs ahead of requests."""

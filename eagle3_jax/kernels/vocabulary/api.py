@@ -32,6 +32,11 @@ def vocabulary_logits(
     return multiply(x.reshape(-1, x.shape[-1]), rows, dense).reshape(*x.shape[:-1], -1)
 
 
+def capped(logits: Float[Array, "*batch v"], cap: float | None) -> Float[Array, "*batch v"]:
+    """Bends logits so that none exceeds `cap`, which keeps their order; None leaves them."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
 def argmax(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
     """Returns the index of the maximum over the last axis, int32; the first of equal ones."""
     return jax.lax.platform_dependent(x, cpu=_argmax_of_blocks, default=lambda x: jnp.argmax(x, axis=-1)).astype(

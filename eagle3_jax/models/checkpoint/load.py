@@ -135,7 +135,8 @@ def load_model(
         def part(index: Any) -> np.ndarray:
             at = tuple(dimension.indices(size) for dimension, size in zip(index, leaf.shape, strict=True))
             if at not in parts:
-                parts[at] = np.ascontiguousarray(entry.part(index, *tensors)).astype(leaf.dtype)
+                stored = np.ascontiguousarray(entry.part(index, *tensors))
+                parts[at] = stored if entry.kept else stored.astype(leaf.dtype)
             return parts[at]
 
         value = placed(leaf.shape, sharding, part)

@@ -57,6 +57,7 @@ class Entry:
         dtypes: dtypes of the tensors, in safetensors' names.
         packed: the parameter in the checkpoint's own few bits; None if the checkpoint holds floats.
         other: how other checkpoints spell the parameter, for reading.
+        kept: whether the parameter keeps the checkpoint's dtype, for tables of which single rows are read.
     """
 
     tensors: dict[str, tuple[int, ...]]
@@ -66,6 +67,7 @@ class Entry:
     dtypes: tuple[str, ...] = FLOATS
     packed: Packed | None = None
     other: Entry | None = None
+    kept: bool = False
 
     def whole(self, *tensors: Any) -> Any:
         """Combines the tensors, in order, into the parameter."""

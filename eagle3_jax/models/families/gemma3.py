@@ -7,6 +7,7 @@ float32.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -17,22 +18,75 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.checkpoint.table import Entry, plain
 from eagle3_jax.models.families import llama
-from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, rope_frequencies, rope_table, zeros
+from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, embeddings, rope_frequencies, rope_table, zeros
 from eagle3_jax.models.rope import read_scaling
-from eagle3_jax.models.target import Attend, Rope, TargetModel
+from eagle3_jax.models.target import Attend, Rope, TargetModel, rotary
 from eagle3_jax.models.target_config import ModelConfig
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+gelu = functools.partial(jax.nn.gelu, approximate=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma3Config(ModelConfig):
+class LocalConfig(ModelConfig):
     """Fields of `ModelConfig`, with RoPE's of the layers of full attention.
 
     Attributes:
         sliding_window: positions that a local layer attends to, its own included.
         local_layers: the local layers.
         rope_local_theta: RoPE's base in local layers.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+    }
+
+    sliding_window: int
+    local_layers: tuple[int, ...]
+    rope_local_theta: float
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+        rope = values.get("rope_parameters") or {}
+        if _GLOBAL in rope:  # spelling of transformers 5
+            local = rope.get(LOCAL) or {}
+            theta = local.get("rope_theta", values.get("rope_local_base_freq", 1e4))
+            values = values | {"rope_parameters": rope[_GLOBAL], LOCAL: local, "rope_local_base_freq": theta}
+        return super().from_hf(values, aux_layers)
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        count, every = values.get("num_hidden_layers", 0), values.get("sliding_window_pattern", 6)
+        kinds = values.get("layer_types") or [LOCAL if (i + 1) % every else _GLOBAL for i in range(count)]
+        if len(kinds) != count or not set(kinds) <= {LOCAL, _GLOBAL}:
+            problems.append(f"layer_types: got {kinds!r}, expected {LOCAL!r} or {_GLOBAL!r} for each layer")
+        read_scaling(values.get(LOCAL, {}), f"rope_parameters.{LOCAL}", problems, {})  # local layers have no scaling
+        return {
+            "sliding_window": values["sliding_window"],
+            "local_layers": tuple(i for i, kind in enumerate(kinds) if kind == LOCAL),
+            "rope_local_theta": float(values.get("rope_local_base_freq", 1e4)),
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        values = super().to_hf()
+        local, theta = values.pop("local_layers"), values.pop("rope_local_theta")
+        kinds = [LOCAL if i in local else _GLOBAL for i in range(self.num_hidden_layers)]
+        rope = {_GLOBAL: values["rope_parameters"], LOCAL: {"rope_type": "default", "rope_theta": theta}}
+        return values | {"layer_types": kinds, "rope_parameters": rope, "rope_local_base_freq": theta}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3Config(LocalConfig):
+    """Fields of `LocalConfig`.
+
+    Attributes:
         query_pre_attn_scalar: scores are divided by its square root.
     """
 
@@ -44,68 +98,40 @@ class Gemma3Config(ModelConfig):
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     }
-    defaults: ClassVar[dict[str, Any]] = {
-        "vocab_size": 262208,
-        "num_attention_heads": 8,
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-        "rope_theta": 1e6,
-    }
 
-    sliding_window: int
-    local_layers: tuple[int, ...]
-    rope_local_theta: float
     query_pre_attn_scalar: float
 
     @classmethod
-    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
-        rope = values.get("rope_parameters") or {}
-        if _GLOBAL in rope:  # spelling of transformers 5
-            local = rope.get(_LOCAL) or {}
-            theta = local.get("rope_theta", values.get("rope_local_base_freq", 1e4))
-            values = values | {"rope_parameters": rope[_GLOBAL], _LOCAL: local, "rope_local_base_freq": theta}
-        return super().from_hf(values, aux_layers)
-
-    @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        count, every = values.get("num_hidden_layers", 0), values.get("sliding_window_pattern", 6)
-        kinds = values.get("layer_types") or [_LOCAL if (i + 1) % every else _GLOBAL for i in range(count)]
-        if len(kinds) != count or not set(kinds) <= {_LOCAL, _GLOBAL}:
-            problems.append(f"layer_types: got {kinds!r}, expected {_LOCAL!r} or {_GLOBAL!r} for each layer")
-        read_scaling(values.get(_LOCAL, {}), f"rope_parameters.{_LOCAL}", problems, {})  # local layers have no scaling
-        return {
-            "sliding_window": values.get("sliding_window", 4096),
-            "local_layers": tuple(i for i, kind in enumerate(kinds) if kind == _LOCAL),
-            "rope_local_theta": float(values.get("rope_local_base_freq", 1e4)),
-            "query_pre_attn_scalar": float(values.get("query_pre_attn_scalar", 256)),
-        }
+        scalar = float(values.get("query_pre_attn_scalar", 256))
+        return super().own(values, problems) | {"query_pre_attn_scalar": scalar}
 
     def to_hf(self) -> dict[str, Any]:
-        values = super().to_hf()
-        local, theta = values.pop("local_layers"), values.pop("rope_local_theta")
-        kinds = [_LOCAL if i in local else _GLOBAL for i in range(self.num_hidden_layers)]
-        rope = {_GLOBAL: values["rope_parameters"], _LOCAL: {"rope_type": "default", "rope_theta": theta}}
-        values |= {"layer_types": kinds, "rope_parameters": rope, "rope_local_base_freq": theta}
-        if self.query_pre_attn_scalar.is_integer():  # transformers accepts no float
-            values["query_pre_attn_scalar"] = int(self.query_pre_attn_scalar)
-        return values
+        scalar = self.query_pre_attn_scalar  # transformers accepts no float
+        return super().to_hf() | ({"query_pre_attn_scalar": int(scalar)} if scalar.is_integer() else {})
+
+
+def float32_norm(
+    x: Float[Array, "*batch h"], weight: Float[Array, " h"] | None, eps: float
+) -> Float[Array, "*batch h"]:
+    """Computes x / rms(x) * weight, in float32 until the end; None is a weight of ones."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        normed *= jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
+    return normed.astype(x.dtype)
 
 
 def offset_norm(x: Float[Array, "*batch h"], offset: Float[Array, " h"], eps: float) -> Float[Array, "*batch h"]:
     """Computes x / rms(x) * (1 + offset), in float32 until the end."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normed * jnp.expand_dims(1 + offset.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+    return float32_norm(x, 1 + offset.astype(jnp.float32), eps)
 
 
 class GeGLU(SwiGLU):
     """down(gelu(gate(x)) * up(x)), with GELU's tanh approximation."""
 
     def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
-        gate = jax.nn.gelu(linear(x, self.gate[...]), approximate=True)
-        return linear(gate * linear(x, self.up[...]), self.down[...])
+        return linear(gelu(linear(x, self.gate[...])) * linear(x, self.up[...]), self.down[...])
 
 
 class Block(nnx.Module):
@@ -153,14 +179,23 @@ class Gemma3(OffsetNormed):
     block = Block
 
     def embedded(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t h"]:
-        x = super().embedded(tokens)
-        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        return scaled_embeddings(self.embed[...], tokens)
 
-    def rotary(self, positions: Int[Array, "b t"]) -> tuple[Rope, Rope]:
-        """Computes RoPE tables of the layers of full attention, and of local layers."""
-        config: Any = self.config
-        local = rope_table(positions, rope_frequencies(config.head_dim, config.rope_local_theta))
-        return super().rotary(positions), local
+    def rotary(self, positions: Int[Array, "b t"]) -> tuple[Any, Any]:
+        """See `ropes`."""
+        return ropes(self.config, positions)
+
+
+def scaled_embeddings(table: Any, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch h"]:
+    """Looks up table[tokens] times the root of the rows' width, which is rounded as the rows are."""
+    rows = embeddings(table, tokens)
+    return rows * jnp.asarray(rows.shape[-1] ** 0.5, rows.dtype)
+
+
+def ropes(config: Any, positions: Int[Array, "b t"]) -> tuple[Any, Any]:
+    """Computes RoPE tables of the layers of full attention, and of local layers."""
+    local = rope_table(positions, rope_frequencies(config.head_dim, config.rope_local_theta))
+    return rotary(config, positions), local
 
 
 def table(config: Gemma3Config) -> dict[str, Entry]:

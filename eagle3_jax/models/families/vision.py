@@ -11,6 +11,8 @@ from typing import Any
 # Architecture of a vision-language model -> that of its text model.
 TEXT_OF = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma4ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
@@ -20,7 +22,10 @@ TEXT_OF = {
 # Fields whose top-level values override those of `text_config`.
 _OUTSIDE = ("bos_token_id", "eos_token_id")
 # Prefixes of the tensors outside the text model.
-TOWER = ("multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
+TOWER = (
+    *("multi_modal_projector.", "vision_model.", "vision_tower.", "vision_embedder.", "visual."),
+    *("audio_tower.", "embed_audio.", "embed_vision."),
+)
 
 
 def architecture(values: dict[str, Any]) -> str | None:

@@ -35,7 +35,7 @@ TOKENS = 24
 VOCABULARY = 96
 ARCHITECTURES = [family.config.architecture for family in FAMILIES]
 # Of eight random shapes of a family, one every day.
-DAILY = {"DeepseekV3ForCausalLM": 4}
+DAILY = {"DeepseekV3ForCausalLM": 4, "Gemma4ForCausalLM": 1}
 SHAPES = [
     pytest.param(name, seed, marks=() if seed == DAILY.get(name, 0) else pytest.mark.long, id=f"{name}-{seed}")
     for name in ARCHITECTURES
@@ -93,6 +93,21 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         full = draw.choice([{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
         local = {"rope_type": "default", "rope_theta": draw.choice([1e4, 5e3])}
         values["rope_parameters"] = {"full_attention": full | {"rope_theta": theta}, "sliding_attention": local}
+    if architecture == "Gemma4ForCausalLM":
+        layers, shared = values["num_hidden_layers"], draw.choice([0, 1, 2])
+        kinds = ["sliding_attention", "full_attention"] * 2
+        values |= {"layer_types": kinds[4 - layers :], "num_kv_shared_layers": shared and layers - 2}
+        values |= {"sliding_window": draw.choice([3, 6, 11]), "head_dim": head_dim, "global_head_dim": 2 * head_dim}
+        values |= {"attention_k_eq_v": draw.random() < 0.5, "num_global_key_value_heads": draw.choice([None, 1])}
+        values |= {"use_double_wide_mlp": draw.random() < 0.5, "final_logit_softcapping": draw.choice([None, 1.5])}
+        values |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": draw.choice([0, 4, 8])}
+        count = draw.choice([4, 6, 8])
+        values |= {"enable_moe_block": draw.random() < 0.5, "num_experts": count, "moe_intermediate_size": 20}
+        values |= {"top_k_experts": draw.choice([1, 2, count])}
+        full = {"rope_type": "proportional", "partial_rotary_factor": draw.choice([0.25, 0.5])}
+        full |= {"factor": draw.choice([1.0, 8.0]), "rope_theta": values.pop("rope_theta")}
+        local = {"rope_type": "default", "rope_theta": draw.choice([1e4, 5e3])}
+        values["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
     if architecture == "Llama4ForCausalLM":
         layers, count = values["num_hidden_layers"], draw.choice([4, 6, 8])
         values |= {
@@ -248,12 +263,12 @@ def make_reference(architecture: str, values: dict[str, Any], seed: int) -> Any:
                 around = 0 if is_delta(architecture) and "linear_attn" not in name else 1  # what adds one to itself
                 parameter.copy_(around + 0.3 * torch.randn_like(parameter))
             if name.endswith(
-                ("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight")
+                ("mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight", "router.proj.weight")
             ):  # routers of zeros by default
                 parameter.copy_(0.5 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
-                buffer.copy_(0.3 * torch.randn_like(buffer))
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                buffer.copy_(name.endswith("layer_scalar") + 0.3 * torch.randn_like(buffer))
     return model
 
 
@@ -637,6 +652,19 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
             {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "linear", "factor": 8.0}},
             "rope_parameters.sliding_attention.rope_type: got 'linear', expected 'default'",
         ),
+        (
+            "Gemma4ForCausalLM",
+            "num_kv_shared_layers",
+            3,
+            "num_kv_shared_layers: got 3, expected fewer than 3, behind a",
+        ),
+        (
+            "Gemma4ForCausalLM",
+            "use_bidirectional_attention",
+            "all",
+            "bidirectional_attention: got 'all', expected none",
+        ),
+        ("Gemma4ForCausalLM", "vocab_size_per_layer_input", 9, "vocab_size_per_layer_input: got 9, expected 96"),
         ("LlamaForCausalLM", "partial_rotary_factor", 0.5, "partial_rotary_factor: got 0.5, expected none or 1"),
         ("DeepseekV3ForCausalLM", "n_group", 5, "n_group: got 5, expected to divide"),
         ("DeepseekV3ForCausalLM", "topk_group", 9, "topk_group: got 9, expected 1 to n_group"),
@@ -675,7 +703,8 @@ def test_the_base_of_rope_that_is_left_out_is_transformers(family, section):
     architecture = family.config.architecture
     values = shapes(architecture, 0) | {"architectures": [architecture]}
     values = {name: x for name, x in values.items() if name not in ("rope_theta", "rope_scaling", "rope_parameters")}
-    given = {} if section == "none" else {section: SCALED.get(architecture, {"rope_type": "linear", "factor": 2.0})}
+    flat = section != "none" and architecture != "Gemma4ForCausalLM"  # whose section has one for each kind of layer
+    given = {} if not flat else {section: SCALED.get(architecture, {"rope_type": "linear", "factor": 2.0})}
     model_type = "qwen2" if architecture in SAME_AS else family.config.model_type
     rope = AutoConfig.for_model(model_type, **values, **given).rope_parameters
     assert read_shape(values | given, (0, 1)).rope_theta == rope.get("full_attention", rope)["rope_theta"]

@@ -40,6 +40,19 @@ TEXT_TOO: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
     },
+    "Gemma4ForConditionalGeneration": {
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "pad_token_id": 0,
+    },
+    "Gemma4UnifiedForConditionalGeneration": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "pad_token_id": 0,
+    },
     "Llama4ForConditionalGeneration": {"num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 7},
     "Qwen2_5_VLForConditionalGeneration": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -55,6 +68,9 @@ QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads
 SEEING: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    "Gemma4ForConditionalGeneration": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4},
+    "Gemma4UnifiedForConditionalGeneration": {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 4},
     "Llama4ForConditionalGeneration": {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1}
     | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 16}
     | {"projector_input_dim": 16, "projector_output_dim": 16},
