@@ -41,13 +41,10 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One wrong expression or statement.
+    """One wrong expression or statement of a function, by its name within its module such as `grow.children`.
 
-    Attributes:
-        test: name of the test that must fail, with a case in brackets if one is enough; `test_file.py::test_name` if
-            several files have the name. Never a test marked `long`.
-        function: its name within its module, such as `PagePool.release` or `grow.children`.
-        old, new: the code, an expression or a statement, and its replacement.
+    The test that must fail may have a case in brackets, and its file (`test_file.py::test_name`) if several have the
+    name. It is never one marked `long`.
     """
 
     guarantee: str

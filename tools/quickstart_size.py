@@ -43,8 +43,7 @@ _PROMPT, _ANSWER = 64, 17
 
 
 class Rates(NamedTuple):
-    """A machine's tokens a second of the target, at the batch size of `regenerate`; seconds of a training step; and the
-    mean tokens of a prompt in its chat template."""
+    """Tokens a second of the target, at `regenerate`'s batch; seconds of a training step; mean tokens of a prompt."""
 
     reading: float
     answering: float

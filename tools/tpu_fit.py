@@ -4,9 +4,7 @@
 
 No TPU and no weights are needed, only the target's config.json; without a hub, `--target.name` takes a folder with it,
 such as configs/targets/llama31_8b. `evaluate.draft` names the draft: null is a head of the config's own shape, "mtp"
-the target's layer, and a folder a head by its config.json (configs/heads/llama2_7b_eagle2). Exit status 1: something
-does not fit; 2: a wrong argument.
-
+the target's layer, and a folder a head by its config.json. Exit status 1: something does not fit; 2: a wrong argument.
 Memory is the compiler's plan of one program: arguments, results outside donated arguments, temporaries and code; and
 the run's other arrays on the devices ("beside"). Not counted: fragmentation, and a second program's code.
 """

@@ -11,8 +11,8 @@ ways:
   a lower bound, good for comparing a kernel with itself. With "matrix products" only stretches of code with such
   products count, once for blocks without a mask and once for blocks with one. With "loops" all code counts.
 
-Each row has three times, none of them measured: cycles over the assumed clock, least bytes over the chip's bandwidth,
-operations over its peak. A TPU takes at least the largest of them.
+Each row has three times, none measured: cycles over the assumed clock, least bytes over the chip's bandwidth, and
+operations over its peak. A TPU takes at least the largest.
 """
 
 from __future__ import annotations

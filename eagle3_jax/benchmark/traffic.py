@@ -25,13 +25,8 @@ _REASONING = ("reasoning_content", "reasoning")
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """One request as its client saw it; seconds.
-
-    Attributes:
-        sent: seconds since the traffic began.
-        ttft, latency: seconds from then to the first and to the last text.
-        error: the message of the server or the connection, where there is no answer.
-    """
+    """One request as its client saw it: seconds since the traffic began, and from then to the first and the last text;
+    the message of the server or the connection, where there is no answer."""
 
     category: str
     sent: float
@@ -150,10 +145,7 @@ async def poisson(ask: Ask, prompts: Sequence[Prompt], rate: float, seed: int) -
 def summary(timings: Sequence[Timing]) -> dict[str, Any]:
     """Sums up the requests of one level: overall, and under `categories`.
 
-    Returns:
-        `requests`, `failed` and the first `errors`; `seconds` from the first request to the last answer; over them
-        `tokens`, `tokens_per_second` and `requests_per_second`; `prompt_tokens` and `cached_tokens`; mean, p50, p95 and
-        p99 of `ttft`, `tpot` and `latency`, in seconds.
+    `seconds` are from the first request to the last answer; `ttft`, `tpot` and `latency` have mean, p50, p95, p99.
     """
     answered = [timing for timing in timings if timing.error is None]
     errors = [timing.error for timing in timings if timing.error is not None]

@@ -49,9 +49,8 @@ def encode(
         Token ids, and a mask that is 1 on the tokens of every assistant turn and on its end-of-turn token. The
         template's own text (headers, the line break after the end of a turn) is 0.
 
-    Raises:
-        ValueError: the template refuses the messages, or rewrites a turn so that it cannot be found; or a turn has no
-            token, or every token is the assistant's.
+    Raises ValueError: the template refuses the messages, or rewrites a turn so that it cannot be found; or a turn has
+    no token, or every token is the assistant's.
     """
     # Templates name it either way (gpt-oss: "thinking").
     messages = [m | {"thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in messages]

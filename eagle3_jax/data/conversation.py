@@ -35,18 +35,11 @@ class Rejected(ValueError):
 
 
 def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conversation]:
-    """Tokenises one line of a conversations file.
+    """Tokenises one line of a conversations file, see `regenerate.dialogue.Dialogue.conversation`.
 
-    Args:
-        line: JSON, see `regenerate.dialogue.Dialogue.conversation`: "answer_ids" is None where only text is known;
-            "tools", "category", "source" and "license" may be missing.
-        max_length: sequences are cut to this many tokens; those then without an answer are dropped.
-
-    Returns:
-        One sequence if the rendered history equals the sampled tokens, else several (see `_sampled`, `_tokenised`).
-
-    Raises:
-        Rejected: no token remains in the loss mask.
+    "answer_ids" is None where only text is known; "tools", "category", "source" and "license" may be missing. Sequences
+    are cut to `max_length` tokens; those then without an answer are dropped. There is one if the rendered history
+    equals the sampled tokens, else several. Raises Rejected: no token remains in the loss mask.
     """
     values = json.loads(line)
     messages, tools = values["messages"], values.get("tools")

@@ -71,8 +71,7 @@ def encode_record(record: Record) -> bytes:
             and `last_hidden` are float8_e4m3fn, times `aux_scale` float32 [L, n_aux] and `last_hidden_scale` float32
             [L, 1] (see `models.fp8`).
 
-    Raises:
-        FeatureError: missing or surplus fields, wrong dtypes, lengths that do not agree, or a scale that is none.
+    Raises FeatureError: missing or surplus fields, wrong dtypes, lengths that do not agree, or a scale that is none.
     """
     _check(record)
     return safetensors.numpy.save({name: np.ascontiguousarray(x) for name, x in record.items()})
@@ -159,8 +158,7 @@ class FeatureSource:
     Attributes:
         lengths: int32 [records], tokens of each record.
 
-    Raises:
-        FeatureError: in the constructor, a missing, foreign or truncated shard; at a read, an altered one.
+    Raises FeatureError: in the constructor, a missing, foreign or truncated shard; at a read, an altered one.
     """
 
     def __init__(self, folder: str | disk.Path) -> None:

@@ -52,9 +52,8 @@ def parts(path: str | disk.Path, size: int) -> Iterator[Part]:
 def read(path: str | disk.Path, part: Part | None = None) -> Iterator[tuple[int, bytes]]:
     """Yields the `numbered` lines of a file or of a part of it; a .gz file is decompressed.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a truncated or damaged .gz file, or a file that is not what it was when it was divided.
+    Raises OSError: the file cannot be read. ValueError: a truncated or damaged .gz file, or a file that is not what it
+    was when it was divided.
     """
     try:
         with disk.open_binary(path) as stream:

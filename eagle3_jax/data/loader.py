@@ -138,24 +138,14 @@ class PackedRows:
 
 
 def batches(
-    rows: PackedRows,
-    batch_size: int,
-    own: Callable[[int], Sequence[int]],
-    start: int = 0,
-    workers: int | None = None,
+    rows: PackedRows, batch_size: int, own: Callable[[int], Sequence[int]], start: int = 0, workers: int | None = None
 ) -> Iterator[Row]:
-    """Yields this process's part of each batch, read ahead; a pure function of the arguments.
+    """Yields this process's part of each batch from `start` on, read ahead; a pure function of the arguments.
 
-    Args:
-        batch_size: rows of a batch, over all processes.
-        own: returns the rows of a batch, by its number, that this process reads, equally many in each batch; -1 is an
-            empty one (see `feed.Feed`).
-        start: the first batch.
-        workers: processes that read, 0 for threads of this one; None chooses by the machine and the bytes to read.
-
-    Yields:
-        Batches from `start` to the last: the fields of a row, stacked [len(own(number)), T, ...]. The arrays are used
-        again when HELD more batches have been asked for.
+    `own` returns the rows of a batch, by its number, that this process reads, equally many in each batch; -1 is an
+    empty one (see `feed.Feed`). `workers` are processes that read, 0 for threads of this one; None chooses by the
+    machine and the bytes to read. A batch has the fields of a row, stacked [len(own(number)), T, ...]. The arrays are
+    used again when HELD more batches have been asked for.
     """
     total = len(rows) // batch_size
     if start >= total:

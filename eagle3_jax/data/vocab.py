@@ -23,11 +23,7 @@ def count_tokens(
 def choose_draft_vocabulary(counts: Integer[np.ndarray, " v"], size: int) -> Int32[np.ndarray, " size"]:
     """Chooses the `size` most frequent tokens, ties by the lower id; unseen tokens fill up from the lowest id.
 
-    Returns:
-        Absolute target ids, ascending: draft id d stands for the target's token `result[d]`.
-
-    Raises:
-        ValueError: `size` is not within 1..V.
+    Returns target ids, ascending: draft id d stands for `result[d]`. Raises ValueError: `size` is not within 1..V.
     """
     if not 1 <= size <= len(counts):
         raise ValueError(f"draft.vocab_size: got {size}, expected 1 to the target's vocabulary, {len(counts)}")

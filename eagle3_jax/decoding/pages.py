@@ -101,8 +101,7 @@ class PagePool:
     def keep_state(self, allocation: PageAllocation, read: int) -> int | None:
         """Gives the state behind a prompt's first `read` tokens a place, if need be that of the state used longest ago.
 
-        Returns:
-            None: no place, or no request would find it there.
+        Returns None: no place, or no request would find it there.
         """
         index = read // self.page_size - 1
         page, use = allocation.known[index] if index < len(allocation.known) else (0, 0)

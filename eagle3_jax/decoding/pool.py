@@ -21,12 +21,11 @@ from eagle3_jax.runs.progress import Progress
 class EnginePool:
     """Answers requests with the engine that has the least to do before; any thread may call.
 
-    Attributes:
-        engines: the replicas: engines of one target and one draft, with the same sizes.
+    The `engines` are of one target and one draft, with the same sizes. At most `queue_limit` requests wait, in all of
+    them together; None leaves each engine its own limit.
     """
 
     def __init__(self, engines: Sequence[Engine], queue_limit: int | None = None) -> None:
-        """`queue_limit`: most requests that wait, in all replicas together. None leaves each engine its own."""
         self.engines, self._queue_limit = list(engines), queue_limit
         self._lock = threading.Lock()
         self._resting: set[int] = set()  # numbers of the replicas that `drained` took out

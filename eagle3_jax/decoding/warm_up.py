@@ -35,11 +35,7 @@ _ending = threading.Event()  # the interpreter's end
 
 
 class WarmUp:
-    """One warm-up of an engine: arguments as of `Engine.warm_up`.
-
-    Attributes:
-        planned: number of programs that it will have compiled for requests, at most.
-    """
+    """One warm-up of an engine: arguments as of `Engine.warm_up`; `planned`: the most programs that it will compile."""
 
     def __init__(
         self, runner: ModelRunner, tiers: TierChoice, cache: pathlib.Path | None, progress: Progress, greedy_alone: bool

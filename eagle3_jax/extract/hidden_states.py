@@ -33,10 +33,7 @@ class PaddedBatch:
 
 
 def choose_lengths(sample: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Chooses at most MAX_LENGTHS lengths to pad to, ascending, with the least padding for a sample of lengths.
-
-    `longest`: the largest length of any sequence.
-    """
+    """Chooses at most MAX_LENGTHS lengths to pad to, up to `longest`, with the least padding for a sample of them."""
     steps = -(-longest // _LENGTH_STEP)
     needed = [min(steps, -(-length // _LENGTH_STEP)) for length in sample]
     below = np.cumsum(np.bincount(needed, minlength=steps + 1))
@@ -62,15 +59,9 @@ def plan_batches(
 ) -> list[PaddedBatch]:
     """Groups conversations of similar length.
 
-    The shape of a batch depends on its padded length alone: a program a length. The batches come in random order, so
-    that the first records of a shard have all lengths.
-
-    Args:
-        padded: the lengths to pad to, ascending (see `choose_lengths`).
-        multiple: the number of rows is a multiple of this (the data axis of the mesh).
-
-    Returns:
-        Batches of at most `batch_tokens` tokens, padding included (more where a single row a device exceeds it).
+    The shape of a batch depends on its padded length alone, one of the ascending `padded`: a program a length. It has
+    a `multiple` of rows (the mesh's data axis), and at most `batch_tokens` tokens unless a row a device has more. The
+    order is random, so that the first records of a shard have all lengths.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches, start = [], 0

@@ -26,12 +26,8 @@ Limits = Mapping[str, int]  # of a category's 64-bit hashes
 def wanted(mix: Mapping[str, float] | str) -> dict[str, Any]:
     """Reads `extract.mix` into {"by": "tokens" or "conversations", "shares": shares that add up to 1}.
 
-    Args:
-        mix: shares of the answers' tokens; or the path of a log of requests, whose lines have a `category` and, where
-            one stands for several requests, a `count`.
-
-    Raises:
-        ValueError: the log cannot be read, or holds something else.
+    It has shares of the answers' tokens; or the path of a log of requests, whose lines have a `category` and, where one
+    stands for several requests, a `count`. Raises ValueError: the log cannot be read, or holds something else.
     """
     if not isinstance(mix, str):
         return {"by": "tokens", "shares": dict(mix)}
@@ -58,16 +54,10 @@ def wanted(mix: Mapping[str, float] | str) -> dict[str, Any]:
 def choose(
     wanted: Mapping[str, Any], conversations: disk.Path, tokenizer: Any
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Chooses as many conversations of a file as the mix allows.
+    """Chooses as many conversations of a file as the mix, with the run's "seed", allows.
 
-    Args:
-        wanted: see `wanted`; with the run's "seed".
-
-    Returns:
-        The limits, and what is kept: category -> {"share", "kept", "of"} in tokens or conversations.
-
-    Raises:
-        ValueError: a category of the mix has no conversation.
+    Returns the limits, and what is kept: category -> {"share", "kept", "of"} in tokens or conversations. Raises
+    ValueError: a category of the mix has no conversation.
     """
     hashes: dict[str, array[int]] = {}
     amounts: dict[str, array[int]] = {}

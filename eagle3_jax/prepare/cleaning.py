@@ -22,8 +22,7 @@ class Cleaned:
         label: of its source. line: number in the source.
         prompt: {"id", "category", "source", "messages"}, and "license", "tools", "truncated" where the record has them;
             empty if rejected.
-        reason: why it is rejected. text: excerpt of a record that was rejected.
-        personal: count of each kind of personal data that was found.
+        text: excerpt of a record that was rejected. personal: count of each kind of personal data that was found.
         identity, opening: `filters.content_hash` and `opening_hash` of what the users ask.
     """
 
@@ -78,8 +77,7 @@ class Cleaner:
     def clean(self, records: Iterable[tuple[str, Record]]) -> Iterator[Cleaned]:
         """Refuses or redacts records, each with its source's label, in order; what becomes of one depends on no other.
 
-        Raises:
-            ValueError: the service that finds personal data refuses, or does not answer.
+        Raises ValueError: the service that finds personal data refuses, or does not answer.
         """
         if self._inspect is None:
             yield from (self._clean(label, record, personal.redact) for label, record in records)

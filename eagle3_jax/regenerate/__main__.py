@@ -34,10 +34,8 @@ REJECTS = "rejects.jsonl"
 def regenerate(config: RunConfig) -> None:
     """Runs the verb; does nothing when its output is there already.
 
-    Raises:
-        ManifestError: unfinished prompts, or the folder holds other work.
-        ValueError: regenerate.max_length is beyond the target's, servers that do not hold the target or do not answer,
-            or no prompt could be answered.
+    Raises ManifestError: unfinished prompts, or the folder holds other work. ValueError: regenerate.max_length is
+    beyond the target's, servers do not hold the target or do not answer, or no prompt could be answered.
     """
     prompts, folder, settings = config.folder("prepare"), config.folder("regenerate"), config.regenerate
     made_from = manifest.read(prompts, made_by="prepare")

@@ -34,11 +34,8 @@ def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> It
     A user's error (ValueError) or a machine's (OSError) ends it with one sentence and status 1. After Ctrl-C it ends by
     SIGINT (status 130), so that a shell ends the script or loop around it; with `stopped` 0 it exits with 0.
 
-    Args:
-        verb: its name, for messages.
-        resumes: whether the verb goes on where it was when it is run again; else it begins anew. None: it has no work
-            of its own (a server), and says itself how it stops.
-        stopped: exit status after a stop.
+    `resumes` says whether the verb goes on where it was when it is run again; else it begins anew. None: it has no work
+    of its own (a server), and says itself how it stops. `stopped` is the exit status after a stop.
     """
     global _asked, _came_to_stop_points
     _asked, _came_to_stop_points = None, False

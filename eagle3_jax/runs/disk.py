@@ -72,11 +72,7 @@ class LockError(ValueError):
 def check_address(field: str, address: str | Path, *, writable: bool = True, asks: bool = True) -> None:
     """Refuses a path with characters that the store's clients cannot use, or a bucket that may not be used.
 
-    Args:
-        writable: files are to be written there.
-        asks: also asks a bucket whether it exists and may be read or, with `writable`, written.
-
-    Raises AddressError.
+    `asks` asks a bucket whether it exists and may be read or, with `writable`, written. Raises AddressError.
     """
     try:
         store_of(address).check(path_of(address), writable, asks)

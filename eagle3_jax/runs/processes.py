@@ -214,9 +214,7 @@ def leave() -> None:
 def agree_to_stop(step: int, margin: int, asked: bool) -> bool:
     """Decides whether all processes stop after this step, because one of them was asked to.
 
-    Args:
-        step: rises by one from call to call, alike on all processes.
-        margin: the most steps that one process is ahead of another.
+    `step` rises by one from call to call, alike on all; one process is at most `margin` steps ahead of another.
     """
     if _run is _ALONE:
         return asked

@@ -30,11 +30,8 @@ def submit(
 ) -> list[Request]:
     """Submits `count` answers to each prompt, or none at all. Slow: call it outside the event loop's thread.
 
-    Args:
-        until: deadline on the clock of time.monotonic.
-        **options: `drafts` and `adapt`, see `Engine.submit`.
-
-    Raises ApiError: the queue is full. ValueError: the engine refuses a prompt or the parameters.
+    `until` is a time of time.monotonic, the options are those of `Engine.submit`. Raises ApiError: the queue is full.
+    ValueError: the engine refuses a prompt or the parameters.
     """
     requests: list[Request] = []
     try:
@@ -70,13 +67,9 @@ async def submitted(engine: AnyEngine, submitting: concurrent.futures.Future[lis
 class Answers:
     """The answers of one HTTP request, by index; those to one prompt are consecutive.
 
-    A task for each answer takes its pieces at the engine's pace, however slowly the client reads; pieces that wait for
-    the client are bounded by the longest answer. Leaving the context aborts unfinished answers.
-
-    Args:
-        tasks: running tasks of the whole server.
-        count: answers to each prompt.
-        arrived: time of the HTTP request, on the clock of time.monotonic.
+    A task for each answer, one of all the server's `tasks`, takes its pieces at the engine's pace, however slowly the
+    client reads; pieces that wait for the client are bounded by the longest answer. Leaving the context aborts
+    unfinished answers. `count` is of each prompt, `arrived` the HTTP request's time.monotonic.
     """
 
     def __init__(

@@ -28,12 +28,7 @@ _RETRY = 5.0  # seconds between a client's polls during the start
 
 
 class Startup:
-    """An ASGI application that stands in for another one until that is made.
-
-    Args:
-        make: makes the application, in a separate thread.
-        ready: called when the application answers.
-    """
+    """An ASGI application that stands in for another one until a thread has made that; then it calls `ready`."""
 
     def __init__(self, make: Callable[[], Starlette], ready: Callable[[], object]) -> None:
         self.stage = "loading"  # for /health and errors

@@ -28,9 +28,8 @@ class CheckpointError(ValueError):
 class Checkpoints:
     """The checkpoints of one run, a context manager. All that it does raises CheckpointError.
 
-    Args:
-        keep: number of newest checkpoints that stay, beside the best one; files of a killed save are removed. None
-            reads only, beside a training that may be saving.
+    The `keep` newest stay, beside the best one; files of a killed save are removed. None reads only, beside a training
+    that may be saving.
 
     Raises AddressError: a folder to write that Orbax could not read back, see `disk.check_address`.
     """
@@ -72,11 +71,8 @@ class Checkpoints:
         """Begins to write a checkpoint of the state's step, atomically; a second one of the same step is skipped.
 
         It waits for the checkpoint before it, whose errors it raises, and returns once the arrays are in host memory;
-        threads write them while training goes on. NaN and infinity are refused.
-
-        Args:
-            tau: its acceptance length in the engine.
-            token_ids: its draft vocabulary, where that changes as the head learns.
+        threads write them while training goes on. NaN and infinity are refused. `tau` is its acceptance length in the
+        engine, `token_ids` its draft vocabulary, where that changes as the head learns.
         """
         self.wait_until_finished()
         step = int(state.step)

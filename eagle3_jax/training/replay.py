@@ -23,11 +23,8 @@ def replay_rounds(
     """Counts rounds and accepted drafts of a chain with one draft per step; equal to the decoder's on greedy answers.
 
     A draft is accepted if it is the teacher's argmax. Rounds of a sampled answer continue with the answer's own tokens.
-
-    Args:
-        rows: the LM head; None is the target's, `teacher.rows`.
-        states: the LM head's inputs, from `training_time_test`.
-        block: number of positions of a row whose logits are held at a time; a divisor of t, or more than t.
+    `rows` are the LM head; None is the target's, `teacher.rows`. `states` are its inputs, from `training_time_test`.
+    Logits of `block` positions of a row are held at a time: a divisor of t, or more than t.
     """
 
     def best(table: dict[str, Array], states: Array, teacher_rows: Array) -> Array:

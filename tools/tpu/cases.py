@@ -117,10 +117,9 @@ def grouped_product(kernel: str, *, rows=16, inputs=4096, outputs=14336, group=3
 def training_time_test(
     kernel: str, *, length=2560, steps=7, query_heads=32, kv_heads=8, head_dim=128, dtype="bfloat16"
 ) -> Case:
-    """Attention of step 7 of the training-time test over one row with one document.
+    """Attention of step 7 of the training-time test over one document: two products forward, five backward.
 
-    Least are keys and queries once; backward also gradients (step 0's in float32) and two numbers per row. Products:
-    two forward (scores, values) and five backward, over the causal half.
+    Least are keys and queries once; backward also gradients (step 0's in float32) and two numbers per row.
     """
     fields, backward = dict(locals()), kernel.endswith("backward")
     queries, keys = (1, length, query_heads, head_dim), (steps, 1, length, kv_heads, head_dim)
@@ -151,10 +150,7 @@ def training_time_test(
 def moved_rows(
     kernel: str, *, nodes=8, batch=4, layers=32, kv_heads=8, head_dim=128, slots=1024, length=508, dtype="bfloat16"
 ) -> Case:
-    """Moves every other of 2 * `nodes` new slots to the front, in keys and values of all layers.
-
-    With 508 tokens before them the path spans two tiles. Least are one read and one write of each moved row.
-    """
+    """Moves every other of 2 * `nodes` new slots to the front, in keys and values of all layers; over two tiles."""
     fields, caches = dict(locals()), [(_pages(batch, slots, kv_heads, head_dim), dtype)] * 2 * layers
     # Loops: sequences; copies of each row's tile and of the two destination tiles, and waits for both; rows (all
     # count), and the caches within each; the two copies back, and waits for them.
@@ -175,8 +171,7 @@ def moved_rows(
 def delta(kernel: str, *, tokens=16, batch=1, key_heads=16, value_heads=32, head_dim=128) -> Case:
     """The gated delta rule over a tree's nodes or a prompt's tokens; its states are read, and a prompt's written.
 
-    Least are queries, keys, values and outputs once, and a tree's updates. Products are of keys and queries with keys,
-    with states and with updates; and a prompt's updates of states.
+    Least are queries, keys, values and outputs once, and a tree's updates.
     """
     fields, prompt = dict(locals()), kernel.endswith("prompt")
     b, t, n, d = batch, tokens, value_heads, head_dim

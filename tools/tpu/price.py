@@ -1,7 +1,6 @@
 """Prices a compiled program on TPU chips, in seconds, from its optimised HLO.
 
 Everything is a floor of its own, one after the other; nothing here was measured on a TPU:
-
 - An operation takes the longest of three times. Operations of its products (a multiply-add is two; float32 at the
   highest precision is six passes) over the chip's peak. Bytes that it reads and writes in HBM over the bandwidth. And
   2,000 cycles, the least that XLA's own estimates give a fusion. Scalars take no time.

@@ -62,9 +62,8 @@ _FOREVER = 1 << 40
 class _Judged:
     """A head on the held-back requests: its mean cross entropy, and the tokens of a round, replayed.
 
-    Attributes:
-        accepted: drafts of a chain that are accepted at temperature 1, over all positions. Chance moves it far less
-            than tau, which counts the few rounds. Block heads have no such figure, and tau's drafts instead.
+    `accepted` are the drafts of a chain that are accepted at temperature 1, over all positions. Chance moves it far
+    less than tau, which counts the few rounds. Block heads have no such figure, and tau's drafts instead.
     """
 
     cross_entropy: float
@@ -73,16 +72,11 @@ class _Judged:
 
 
 class HeadLearner:
-    """Learns from ended requests, between dispatches.
+    """Learns from ended requests, between dispatches, on the devices of the engine's target, all of this process.
 
-    Args:
-        target: the engine's, on devices of this process; the head is trained on the same ones.
-        draft: a head of EAGLE-3, or a block head.
-        identity: `Target.identity`, for the manifest of `config.folder`.
-
-    Raises:
-        ValueError: another kind of draft, or a folder without an identity.
-        LockError, ManifestError: another process has the folder, or it holds other work.
+    The draft is a head of EAGLE-3, or a block head; `identity` is the target's, for the manifest of `config.folder`.
+    Raises ValueError: another kind of draft, or a folder without an identity. LockError, ManifestError: another process
+    has the folder, or it holds other work.
     """
 
     def __init__(
