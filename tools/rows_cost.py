@@ -55,7 +55,6 @@ def kinds(rows: Sequence[int]) -> dict[tuple[str, int], Tier]:
 def read(models: Models, state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
     """Computes the target's logits after each of the tokens, which follow the committed ones."""
     target, _ = models.modules()
-    assert state.page_table is not None
     positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     hidden, _, cache = target(tokens, Pass(positions, state.lengths, pages=state.page_table), state.cache)
     return dataclasses.replace(state, cache=cache), target.logits(hidden)

@@ -1,16 +1,11 @@
 #!/usr/bin/env bash
 # Runs batch jobs on Cloud TPU VMs: requests a slice (a queued resource), installs on all its hosts, runs a verb on all.
 #
-#     bash tools/tpu_vm.sh create  --name head --zone us-west4-a --type v5litepod-16 --spot
-#     bash tools/tpu_vm.sh install --name head --zone us-west4-a
-#     bash tools/tpu_vm.sh first-run --name head --zone us-west4-a   # is all of it right here, and how fast
-#     bash tools/tpu_vm.sh extract --name head --zone us-west4-a --config my.yaml   # run_dir: gs://my-bucket/my-head
-#     bash tools/tpu_vm.sh train   --name head --zone us-west4-a --config my.yaml -- --train.learning-rate 1e-4
-#     bash tools/tpu_vm.sh serve   --name head --zone us-west4-a --config my.yaml --port 8000
-#     bash tools/tpu_vm.sh delete  --name head --zone us-west4-a
+#     bash tools/tpu_vm.sh create --name head --zone us-west4-a --type v5litepod-16 --spot
+#     bash tools/tpu_vm.sh train  --name head --zone us-west4-a --config my.yaml -- --train.learning-rate 1e-4
 #
 # Every command resumes when it is run again. --project names another project than gcloud's own.
-# See docs/batch-jobs-on-tpu-vms.md.
+# All commands are in docs/batch-jobs-on-tpu-vms.md.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 # Label of the slices that `create` makes; others are never used or deleted.

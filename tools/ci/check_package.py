@@ -30,9 +30,8 @@ def main() -> None:
     package = pathlib.Path(eagle3_jax.__file__).parent
     assert sys.prefix in str(package), f"{package}: expected the installed package, below {sys.prefix}"
     files = importlib.resources.files("eagle3_jax")
-    folder = files / "data/prompts"
-    files_of = [path for path in folder.iterdir() if ".jsonl" in path.name]
-    prompts = {path.name: path.read_text(encoding="utf-8").count("\n") for path in files_of}
+    listed = (path for path in (files / "data/prompts").iterdir() if ".jsonl" in path.name)
+    prompts = {path.name: path.read_text(encoding="utf-8").count("\n") for path in listed}
     assert len(prompts) == 5 and min(prompts.values()) > 0, f"packaged prompts: got {prompts}"
     assert json.loads((files / "kernels/tree_attention/blocks.json").read_text())["default"]
     for name in ("py.typed", "export/card.md", "serve/page.html"):

@@ -25,7 +25,4 @@ cd "$place" || exit 1
 "$python" -m pip check
 # What is compiled runs once: without LLVM's optimizer.
 JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0 "$python" -W error::ImportWarning check_package.py
-if [[ -n $built ]]; then
-  mkdir -p "$built"
-  cp ./*.tar.gz ./*.whl "$built"
-fi
+[[ -z $built ]] || install -D -m 644 -t "$built" ./*.tar.gz ./*.whl

@@ -38,8 +38,7 @@ PROMPTS = {
 TREES = {"chain": ((3, 1, 4), (2, 1, 3)), "tree": ((5, 4, 16), (2, 2, 5)), LOOKUP: ((8, 1, 9), (3, 1, 4))}
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
-# Tokens a round of the packaged head on these prompts, as CPUs count them in float32. A head that drafts worse on a
-# chip changes no token.
+# Tokens a round of the packaged head on these prompts, as CPUs count them in float32.
 TAU = {"chain": 2.09, "tree": 2.88, LOOKUP: 1.56}
 MOST_WORSE = 0.1  # share of tau
 MAX_TOKENS, MAX_LENGTH = 64, 512
@@ -99,8 +98,8 @@ def _compared(
 def judged(name: str, tally: Tally, tau: float | None) -> Line:
     """Makes the line of answers that must be vanilla decoding's, up to near-ties, in `tau` tokens a round."""
     report = tally.report(exact=True)
-    ties, mismatches = report["ties"], report["mismatches"]
-    got = f"{report['identical']} of {report['prompts']}, {len(ties)} near-ties, tau {report['tau']:.2f}"
+    mismatches, ties = report["mismatches"], len(report["ties"])
+    got = f"{report['identical']} of {report['prompts']}, {ties} near-ties, tau {report['tau']:.2f}"
     where = ", ".join(f"{at['id']} differs from token {at['position']} on" for at in mismatches)
     worse = tau is not None and report["tau"] < (1 - MOST_WORSE) * tau
     expected = "vanilla decoding's tokens" + (f", tau {tau:.2f}" if tau is not None else "")
