@@ -103,6 +103,7 @@ class DraftConfig:
         fc_norm: norm each hidden state before `fc`; with `norm_output` the head is EAGLE-3.1 (as vLLM and SGLang name
             it).
         norm_output: the normed output recurs, not the raw one; with `fc_norm` the head is EAGLE-3.1.
+        norm_before_residual: the residual of an EAGLE-3 head is the normed feature (vLLM and llama.cpp serve it).
         qk_norm: norm each query and key head before RoPE, in an EAGLE-3 head (vLLM alone serves it; block heads always
             do).
         num_layers: decoder layers of a block head.
@@ -124,6 +125,7 @@ class DraftConfig:
     max_position_embeddings: Count | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_residual: bool = False
     qk_norm: bool = False
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2)] = 8

@@ -113,6 +113,7 @@ WITHOUT = {
     "aux layers, not three": "--target.aux-layers 2 15 27, or three others",
     "`fc_norm`": "--draft.no-fc-norm",
     "`norm_output`": "--draft.no-norm-output",
+    "`norm_before_residual`": "--draft.no-norm-before-residual",
     "`qk_norm`": "--draft.no-qk-norm",
 }
 

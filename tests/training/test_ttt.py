@@ -57,6 +57,7 @@ def draft_sequentially(target, head, tokens, aux, steps):
     [
         pytest.param({}, id="eagle-3"),
         pytest.param({"fc_norm": True, "norm_output": True}, id="eagle-3.1"),
+        pytest.param({"norm_before_residual": True}, id="norm_before_residual"),
         pytest.param({"qk_norm": True}, id="qk_norm"),
         pytest.param({"sliding_window": STEPS}, id="sliding_window"),
     ],

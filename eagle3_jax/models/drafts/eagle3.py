@@ -105,6 +105,7 @@ class DraftHeadConfig:
             aux_layers=target.aux_layers,
             fc_norm=draft.fc_norm,
             norm_output=draft.norm_output,
+            norm_before_residual=draft.norm_before_residual,
             qk_norm=draft.qk_norm,
             sliding_window=draft.sliding_window,
         )
