@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from eagle3_jax.kernels.dispatch import device
 from eagle3_jax.kernels.tpu.packed_rows import tile_rows
-from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, VMEM_LIMIT, check_fits
+from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, SUBLANES, VMEM_LIMIT, check_fits
 
 # Limits of the tiling by kind of chip, else "default"; chosen by libtpu's simulation (docs/tpu-plans.md): keys of a
 # block over all KV heads, keys of one head in a block, scores of an item, and rows of a tile, which has all query heads
@@ -31,7 +31,8 @@ class Shape:
     """The static shape of one call.
 
     Attributes:
-        nodes: queries of a sequence, padded to a multiple of 16.
+        nodes: queries of a sequence, padded to a multiple of 16; or a single one.
+        group: query heads of a KV head; those of a single node are padded to whole registers.
         tile: nodes attended together; a divisor of `nodes`.
         pages: columns of the page table.
         step: pages of a block, the unit that is copied to VMEM.
@@ -62,6 +63,11 @@ class Shape:
     def rows(self) -> int:
         """Rows of the matrix of one KV head and tile."""
         return self.group * self.tile
+
+    @property
+    def mask_rows(self) -> int:
+        """Rows of a mask: a tile's nodes, or all query heads of a single node."""
+        return self.rows if self.nodes == 1 else self.tile
 
     @property
     def block(self) -> int:
@@ -138,7 +144,9 @@ def plan(
     """
     b, t, n, d = queries
     kv_heads, slots = keys[1], keys[2]
-    group = n // kv_heads
+    group, nodes = n // kv_heads, -(-t // _NODES) * _NODES
+    if t == 1:  # rows are heads alone
+        group, nodes = -(-group // SUBLANES) * SUBLANES, 1
     paged = pages is not None
     page_size = slots if paged else math.gcd(slots, 256)
     height = tile_rows(dtypes[1])
@@ -146,7 +154,6 @@ def plan(
         what = "page_size" if paged else "slots"
         raise ValueError(f"{what}: got {slots}, expected a multiple of {height} for the TPU kernel")
     pages = pages or slots // page_size
-    nodes = -(-t // _NODES) * _NODES
     blocks = BLOCKS.get(device().device_kind, BLOCKS["default"])
     tile = min(nodes, max(_NODES, blocks["rows"] // group // _NODES * _NODES))
     unit = math.lcm(page_size, LANES)  # whole pages, whole registers of scores

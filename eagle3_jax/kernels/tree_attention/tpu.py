@@ -85,13 +85,16 @@ def _local(
     else:
         new, at = None, lengths + s.tail - t
         keys, values = write(keys, new_keys, at, page_table), write(values, new_values, at, page_table)
-    pad = ((0, 0), (0, s.nodes - t))
-    folded = jnp.pad(queries, (*pad, (0, 0), (0, 0))).reshape(b, -1, s.tile, s.kv_heads, s.group, d)
+    pad, group = ((0, 0), (0, s.nodes - t)), n // s.kv_heads
+    more = (0, s.group - group)
+    padded = jnp.pad(queries.reshape(b, t, s.kv_heads, group, d), (*pad, (0, 0), more, (0, 0)))
+    folded = padded.reshape(b, -1, s.tile, s.kv_heads, s.group, d)
     folded = folded.transpose(0, 3, 1, 4, 2, 5).reshape(b, s.kv_heads, -1, d)  # rows: tile, group, node
     bits = None if tail_mask is None else jnp.pad(mask_words(tail_mask), (*pad, (0, 0)))
     first = None if first is None else jnp.pad(first, pad, mode="edge")
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(s.kv_heads, s.group) * math.log2(math.e)
+        sinks = sinks.astype(jnp.float32).reshape(s.kv_heads, group) * math.log2(math.e)
+        sinks = jnp.pad(sinks, ((0, 0), more))
     parts = 1 if sinks is not None else _parts(b, s.kv_heads)
     attended, *caches = attend(
         dataclasses.replace(s, batch=b * parts, kv_heads=s.kv_heads // parts),
@@ -109,7 +112,8 @@ def _local(
     )
     attended = attended.reshape(b, s.kv_heads, -1, s.group, s.tile, d).transpose(0, 2, 4, 1, 3, 5)
     keys, values = (cache.reshape(before.shape) for cache, before in zip(caches, (keys, values), strict=True))
-    return attended.reshape(b, s.nodes, n, d)[:, :t], keys, values
+    attended = attended.reshape(b, s.nodes, s.kv_heads, s.group, d)[:, :t, :, :group]
+    return attended.reshape(queries.shape), keys, values
 
 
 def _parts(batch: int, kv_heads: int) -> int:

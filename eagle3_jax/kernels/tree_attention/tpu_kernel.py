@@ -3,8 +3,9 @@
 Pages of the cache stream from HBM to VMEM once, with all their KV heads, several to a block, through a double buffer
 (`tpu_pages.py`). Only needed blocks take a step, and the next tile of queries finds its first block in VMEM. Queries,
 masks and results go through Pallas' own pipeline. Nodes and the query heads of a KV head are folded into the rows of
-one matrix, so that the matrix unit sees full tiles. Blocks of the committed prefix need no mask; only blocks that hold
-the tail expand the ancestor bits, once for all heads.
+one matrix, so that the matrix unit sees full tiles. The rows of a single node are its query heads alone: its products
+are bound by loading keys and values into the matrix unit, its softmax by rows. Blocks of the committed prefix need no
+mask; only blocks that hold the tail expand the ancestor bits, once for all heads.
 
 Software pipelining: work is cut into items, each a KV head and a stretch of keys. The scores of the next item are
 computed before the softmax of the current one, so that matrix and vector units work at the same time.
@@ -219,12 +220,12 @@ def _attend_block(
     start = block * s.block
 
     def visible(at: int) -> Array:
-        """Returns bool [tile, piece]: whether each node sees each key from the block's `at` on."""
-        slot = start + at + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.piece), 1)
+        """Returns bool [mask_rows, piece]: whether each node sees each key from the block's `at` on."""
+        slot = start + at + jax.lax.broadcasted_iota(jnp.int32, (s.mask_rows, s.piece), 1)
         behind = slot - length
         if tile.bits is None:
-            node = tile.number % s.tiles * s.tile + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.piece), 0)
-            seen = behind <= node
+            node = tile.number % s.tiles * s.tile + jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0)
+            seen = behind <= (0 if s.nodes == 1 else node)
         else:
             words = tile.bits[0]
             chosen = words[:, :1]
@@ -252,7 +253,7 @@ def _attend_block(
             key = keys[buffer, head, pl.ds(piece, s.piece)].astype(tile.queries.dtype)
             score = dot(tile.queries[0, head], key, 1, 1) * (scale * math.log2(math.e))
             if masked:
-                folded = score.reshape(s.group, s.tile, s.piece)
+                folded = score.reshape(-1, s.mask_rows, s.piece)
                 score = jnp.where(masks[piece][None], folded, NEVER).reshape(s.rows, s.piece)
             scores.append(score)
         return scores

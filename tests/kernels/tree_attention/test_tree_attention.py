@@ -108,6 +108,7 @@ def paged(rows, table, page_size, poison):
 NAMES = "batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, block, rows"
 FAST_CASES = [
     (2, 1, 5, 1, 1, 96, "float32", "tree", True, 256, 256, 64),
+    (3, 1, 0, 1, 9, 128, "bfloat16", "causal", False, 32, 128, 64),
 ]
 CASES = [
     (3, 2, 5, 1, 1, 128, "bfloat16", "window", False, 256, 2048, 64),
@@ -170,7 +171,7 @@ def test_pallas_equals_the_loop(
     nodes=st.sampled_from([1, 2, 7, 16, 33, 70]),
     extra=st.sampled_from([0, 0, 5]),
     kv_heads=st.integers(1, 2),
-    group=st.sampled_from([1, 3, 4]),
+    group=st.sampled_from([1, 3, 4, 9]),
     head_dim=st.sampled_from([64, 80, 96, 128, 256]),
     dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]),
     kind=st.sampled_from(["tree", "tree", "causal", "window", "sinks"]),

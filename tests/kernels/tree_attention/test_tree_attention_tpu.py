@@ -108,7 +108,10 @@ def test_compiles(chip, heads):
 
 
 FORMS = [
-    {"nodes": 1},
+    {"nodes": 1, "causal": True},
+    {"nodes": 1, "window": 128, "sinks": True, "page_size": 128},
+    {"nodes": 1, "dtype": jnp.float32},
+    {"nodes": 1, "dtype": jnp.float8_e4m3fn, "head_dim": 64},
     {"batch": 1},  # on v5p the KV heads lie apart, for both cores
     {"dtype": jnp.float32},
     {"dtype": jnp.float8_e4m3fn},
@@ -121,8 +124,8 @@ FORMS = [
     {"sinks": True},
     {"window": 128, "sinks": True, "page_size": 128},
 ]
-# A chip and the number of a form: small pages, and all options at once.
-DAILY = {("v5p", 8)}
+# A chip and the number of a form: one node with all options, and small pages.
+DAILY = {("v6e", 1), ("v5p", 11)}
 
 
 @pytest.mark.parametrize(
