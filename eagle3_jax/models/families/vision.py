@@ -14,13 +14,16 @@ TEXT_OF = {
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Gemma4UnifiedForConditionalGeneration": "Gemma4ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
+# The same, and the `model_type` of the text model -> its architecture: Mistral Small 3 is wrapped as Ministral 3 is.
+_BY_TYPE = {("Ministral3ForCausalLM", "mistral"): "MistralForCausalLM"}
 # Fields whose top-level values override those of `text_config`.
-_OUTSIDE = ("bos_token_id", "eos_token_id")
+_OUTSIDE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
 # Prefixes of the tensors outside the text model.
 TOWER = (
     *("multi_modal_projector.", "vision_model.", "vision_tower.", "vision_embedder.", "visual."),
@@ -40,6 +43,7 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
     if text is None:
         return values
     inner = values.get("text_config") or {}
+    text = _BY_TYPE.get((text, inner.get("model_type", "")), text)
     # The top-level value is the checkpoint's; the inner one may be the class default (Gemma 3: one stop token of two).
     outside = {name: values[name] for name in _OUTSIDE if values.get(name) is not None}
     values = {**values, **inner, **outside, "architectures": [text]}

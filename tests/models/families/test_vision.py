@@ -54,6 +54,7 @@ TEXT_TOO: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "Llama4ForConditionalGeneration": {"num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 7},
+    "Mistral3ForConditionalGeneration": {"model_type": "ministral3"},
     "Qwen2_5_VLForConditionalGeneration": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     },
@@ -74,6 +75,8 @@ SEEING: dict[str, dict[str, Any]] = {
     "Llama4ForConditionalGeneration": {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1}
     | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 16}
     | {"projector_input_dim": 16, "projector_output_dim": 16},
+    "Mistral3ForConditionalGeneration": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
     "Qwen2_5_VLForConditionalGeneration": QWEN_TOWER,
     "Qwen3VLForConditionalGeneration": QWEN_TOWER | {"deepstack_visual_indexes": [0]},
     "Qwen3_5ForConditionalGeneration": QWEN_TOWER,
@@ -145,6 +148,12 @@ def test_the_hub_s_older_spelling_of_qwen_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     shape = fetch.read_config(tmp_path, (0, 1))
     assert (shape.architecture, shape.rope_scaling, shape.eos_token_ids) == ("Qwen2ForCausalLM", None, (7,))
+
+
+def test_the_text_model_of_mistral_small_is_mistral(tmp_path):
+    values = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": TEXT | {"model_type": "mistral"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert fetch.read_config(tmp_path, (0, 1)).architecture == "MistralForCausalLM"
 
 
 def test_stop_tokens_of_the_whole_model_hold(tmp_path):
