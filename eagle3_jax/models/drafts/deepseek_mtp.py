@@ -8,10 +8,11 @@ deepseek_mtp.py and glm4_moe_mtp.py zero the first token; the normed output recu
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
 from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.models.families import deepseek_v3, dense, glm4_moe
-from eagle3_jax.models.families.deepseek_v3 import GroupedExpertsConfig
 from eagle3_jax.models.families.glm4_moe import Glm4MoeConfig
 
 
@@ -20,10 +21,11 @@ class DeepseekMtp(MtpHead):
 
 
 class GlmMtp(MtpHead):
-    block_type, rotary = glm4_moe.Block, staticmethod(dense.ropes)
+    block_type = glm4_moe.Block
+    rotary: ClassVar[Any] = staticmethod(dense.ropes)
 
 
-def table(config: GroupedExpertsConfig) -> dict[str, Entry]:
+def table(config: Any) -> dict[str, Entry]:
     """Maps parameter paths in the head to tensors of the target's checkpoint; the LM head is the target's."""
     h, layer = config.hidden_size, config.num_hidden_layers
     source, family = f"model.layers.{layer}", glm4_moe if isinstance(config, Glm4MoeConfig) else deepseek_v3

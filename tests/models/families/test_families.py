@@ -34,8 +34,10 @@ from eagle3_jax.sequence import Split
 TOKENS = 24
 VOCABULARY = 96
 ARCHITECTURES = [family.config.architecture for family in FAMILIES]
-# Of eight random shapes of a family, one every day.
-DAILY = {"DeepseekV3ForCausalLM": 4, "Gemma4ForCausalLM": 1}
+# Of eight random shapes of a family, one every day; none where other families have every fact of its own.
+DAILY: dict[str, int | None] = {"DeepseekV3ForCausalLM": 4, "Gemma4ForCausalLM": 1}
+DAILY |= dict.fromkeys(("MistralForCausalLM", "SmolLM3ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM"))
+DAILY |= {"SeedOssForCausalLM": None}
 SHAPES = [
     pytest.param(name, seed, marks=() if seed == DAILY.get(name, 0) else pytest.mark.long, id=f"{name}-{seed}")
     for name in ARCHITECTURES
@@ -210,10 +212,9 @@ def of_dense(architecture: str, draw: random.Random, values: dict[str, Any]) -> 
             rope = draw.choice([{"rope_type": "default"}, long, long | {"original_max_position_embeddings": original}])
             rope = rope | theta | {"partial_rotary_factor": share}
             # Its class takes no `head_dim`, and looks at the width of a head without it.
-            return {"original_max_position_embeddings": original, "sliding_window": window, "rope_parameters": rope} | {
-                "head_dim": dim,
-                "hidden_size": values["num_attention_heads"] * dim,
-            }
+            wide = {"head_dim": dim, "hidden_size": values["num_attention_heads"] * dim, "initializer_range": 0.1}
+            own = {"original_max_position_embeddings": original, "sliding_window": window, "rope_parameters": rope}
+            return own | wide
         case "SmolLM3ForCausalLM":
             return {"no_rope_layers": [draw.choice([0, 1]) for _ in range(layers)]}
         case "Olmo3ForCausalLM":
@@ -665,6 +666,28 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
             "bidirectional_attention: got 'all', expected none",
         ),
         ("Gemma4ForCausalLM", "vocab_size_per_layer_input", 9, "vocab_size_per_layer_input: got 9, expected 96"),
+        (
+            "Olmo3ForCausalLM",
+            "rope_parameters",
+            {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+            "rope_parameters.sliding_attention: got .'rope_theta': 10000.0., expected",
+        ),
+        (
+            "Phi3ForCausalLM",
+            "rope_parameters",
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+            "got .'short_factor': 1, 'long_factor': 1., expected . numbers",
+        ),
+        ("SmolLM3ForCausalLM", "no_rope_layers", [1], "no_rope_layers: got .1., expected 0 or 1 for each of"),
+        (
+            "Exaone4ForCausalLM",
+            "layer_types",
+            ["chunked"],
+            "layer_types: got .'chunked'., expected 'sliding_",
+        ),
+        ("GraniteMoeHybridForCausalLM", "layer_types", ["mamba"], "layer_types: .*; Mamba is not computed"),
+        ("GraniteMoeHybridForCausalLM", "num_local_experts", 8, "num_local_experts: got 8, expected 0"),
+        ("Glm4MoeForCausalLM", "n_group", 5, "n_group: got 5, expected to divide"),
         ("LlamaForCausalLM", "partial_rotary_factor", 0.5, "partial_rotary_factor: got 0.5, expected none or 1"),
         ("DeepseekV3ForCausalLM", "n_group", 5, "n_group: got 5, expected to divide"),
         ("DeepseekV3ForCausalLM", "topk_group", 9, "topk_group: got 9, expected 1 to n_group"),
