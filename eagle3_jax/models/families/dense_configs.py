@@ -32,12 +32,7 @@ class MixtralConfig(MistralConfig):
 
     architecture, model_type = "MixtralForCausalLM", "mixtral"
     experts, norm_topk_prob = ("w1", "w3", "w2"), True
-    defaults: ClassVar[dict[str, Any]] = {
-        **MistralConfig.defaults,
-        "sliding_window": None,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-    }
+    defaults = MistralConfig.defaults | {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
     num_experts: int
     num_experts_per_tok: int
