@@ -111,7 +111,8 @@ def _opened(path: str, size: int, changed: int) -> tuple[dict[str, Described], C
         shape = tuple(int(size) for size in reversed(tensor.shape))
         which = [which for which in heads if f".attn_{which}." in tensor.name]
         rows = interleaved(shape[0], heads[which[0]]) if which and INTERLEAVED[architecture] else None
-        found[name] = GgufTensor(name, tensor.tensor_type.name, shape, tensor.data, rows)
+        row = int(tensor.n_bytes) // shape[0]
+        found[name] = GgufTensor(name, tensor.tensor_type.name, shape, path, int(tensor.data_offset), row, rows)
     return {name: Described(x.dtype, x.shape) for name, x in found.items()}, found.__getitem__
 
 
@@ -125,14 +126,22 @@ class GgufTensor:
     """A tensor, read when it is indexed; of blocks, the numbers that they stand for.
 
     Attributes:
+        path, begin, row: its file, and where it begins and the size of a row there, in bytes.
         rows: the place of each row in the file; None: as it is.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: np.ndarray
+    path: str
+    begin: int
+    row: int
     rows: np.ndarray | None
+
+    def _data(self, rows: slice) -> np.ndarray:
+        """Maps the bytes of some rows, uint8 [rows, row]; what was read of a longer mapping would stay resident."""
+        data = np.memmap(self.path, np.uint8, "r", self.begin, (self.shape[0], self.row))
+        return data[rows if self.rows is None else self.rows[rows]]
 
     @property
     def kind(self) -> BlockKind | None:
@@ -144,8 +153,7 @@ class GgufTensor:
         if self.kind is not None:
             found = gguf_blocks.multiplied_out(*self.parts(rows))
         else:
-            data = self.data.view(DTYPES[self.dtype]).reshape(self.shape)
-            found = data[rows if self.rows is None else self.rows[rows]]
+            found = self._data(rows).view(DTYPES[self.dtype]).reshape(-1, *self.shape[1:])
         return found[(slice(None), *others)]
 
     def parts(self, rows: slice) -> Parts:
@@ -156,8 +164,7 @@ class GgufTensor:
 @functools.lru_cache(3)  # queries, keys and values are one parameter; all tensors would be the model once more
 def _parts(tensor: GgufTensor, *indices: int) -> Parts:
     assert tensor.kind is not None
-    rows, data = slice(*indices), tensor.data.reshape(tensor.shape[0], -1)
-    found = tensor.kind.read(data[rows if tensor.rows is None else tensor.rows[rows]])
+    found = tensor.kind.read(tensor._data(slice(*indices)))
     if not all(np.isfinite(x).all() for x in found[1:] if x is not None):
         raise ValueError(f"{tensor.name}: got NaN or infinity, expected finite scales of its blocks")
     return found
