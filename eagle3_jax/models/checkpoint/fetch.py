@@ -179,11 +179,13 @@ def load_tokenizer(target: str | disk.Path) -> Any:
     declared = folder / "tokenizer_config.json"
     try:
         name = disk.read_json(declared).get("tokenizer_class") if declared.exists() else None
-        generic = name in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        kind = disk.read_json(folder / "config.json").get("model_type")
         with environment.importing_transformers():
-            if generic and disk.read_json(folder / "config.json").get("model_type") not in _NEVER_GENERIC:
-                # What AutoTokenizer would choose: it imports every config of the library, and PyTorch: 5 of 7 seconds.
+            # What AutoTokenizer would choose: it imports every config of the library, and PyTorch: 5 of 7 seconds.
+            if name in ("PreTrainedTokenizerFast", "TokenizersBackend") and kind not in _NEVER_GENERIC:
                 from transformers import PreTrainedTokenizerFast as Tokenizer
+            elif name in ("Qwen2Tokenizer", "Qwen2TokenizerFast") and kind in ("qwen2", "qwen3"):
+                from transformers import Qwen2Tokenizer as Tokenizer
             else:
                 from transformers import AutoTokenizer as Tokenizer
         tokenizer: Any = Tokenizer.from_pretrained(folder)

@@ -90,7 +90,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
     assert asked[0] == 10.0 and asked[1]["local_files_only"] is True
 
 
-@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", None])
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", None])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
 def test_a_tokenizer_s_class_is_the_one_that_transformers_chooses(tmp_path, family, name):
     """Where it is chosen without AutoTokenizer, whose import takes seconds of every start."""
