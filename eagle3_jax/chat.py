@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given = sampling_defaults("auto", asked.target) | {n: value for n, value in given.items() if value is not None}
         params = SamplingParams(**given)
         weights = asked.weights or ("stored" if packaged_model(asked.target) else None)
-        target = load_target(TargetConfig(name=asked.target, weights=weights))
+        target = load_target(TargetConfig(name=asked.target, weights=weights), for_engine=True)
         length = min(_MAX_LENGTH, target.model.config.max_position_embeddings)
         engine = Engine.load(target, None if asked.draft == "none" else asked.draft, max_length=length)
         engine.generate(["Hello!"], SamplingParams(max_tokens=8))  # compiles

@@ -41,6 +41,7 @@ for _name, _value in {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "agg",
+    "EAGLE3_JAX_PANELS": "0",  # or a test's targets take the disk
     # Or a failure stands below hundreds of lines about features of the CPU, two for every program from the cache.
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }.items():

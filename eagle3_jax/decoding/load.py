@@ -46,7 +46,7 @@ def load_models(
         config = target_config(target)
         config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
         config = config if weights is None else dataclasses.replace(config, weights=weights)
-        loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
+        loaded = load_target(config, None if mesh is None else decoding_mesh(mesh), for_engine=True)
     of_target = loaded.model.embed[...].dtype
     if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and in_folder):
         head = load_draft(draft, target=loaded, dtype=of_target, token_map=token_map)

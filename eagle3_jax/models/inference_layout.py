@@ -22,7 +22,7 @@ from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.mesh import mesh_of, parameter_path, replicated
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.drafts.model import DraftModel
-from eagle3_jax.models.quantisation import EXPERTS, MATRICES, is_quantised, quantised_model
+from eagle3_jax.models.quantisation import EXPERTS, MATRICES, few_bits, is_quantised, quantised_model
 from eagle3_jax.models.target import TargetModel
 
 Matrix = jax.Array | Quantised
@@ -55,7 +55,7 @@ def weights_beside(target: TargetModel) -> Quantization | None:
     Every pass of the head reads its weights. Its floats beside a target in 8 bits would take twice as large a share of
     a round. Drafts that few bits make worse are refused; the tokens stay the target's.
     """
-    return "int8" if any(map(is_quantised, jax.tree.leaves(target, is_leaf=is_quantised))) else None
+    return "int8" if few_bits(target) else None
 
 
 def for_inference(model: Model, weights: Quantization | None = None) -> Model:
@@ -168,7 +168,11 @@ def _packed(module: Module, output_rows: Any) -> Module:
         return _placed(leaf) if MATRICES.search(parameter_path(path)) else leaf
 
     twin = jax.tree_util.tree_map_with_path(of, module, is_leaf=is_quantised)
-    panels = _placed(jax.tree.map(lambda x: x.T, output_rows))
+    if hasattr(twin, "packed_rows"):
+        panels = twin.packed_rows[...]
+        del twin.packed_rows
+    else:
+        panels = _placed(jax.tree.map(lambda x: x.T, output_rows))
     if isinstance(panels, Panels):
         twin.lm_head = nnx.Param(panels)
     return twin

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from eagle3_jax.kernels.linear.api import quantise
-from eagle3_jax.kernels.linear.layouts import Quantised, QuantisedPanels
+from eagle3_jax.kernels.linear.layouts import PanelForm, Quantised, QuantisedPanels
 from eagle3_jax.kernels.linear.quantised import Quantization
 from eagle3_jax.mesh import parameter_path
 
@@ -84,7 +84,7 @@ def quantised_as(held: Mapping[str, Any], model: Any) -> Any:
         held: the other one's `few_bits`.
 
     Raises:
-        ValueError: a matrix in a form of its checkpoint that `quantise` does not make, or in panels.
+        ValueError: a matrix in a form of its checkpoint that `quantise` does not make.
     """
 
     def of(path: Any, leaf: jax.Array) -> Any:
@@ -97,6 +97,8 @@ def quantised_as(held: Mapping[str, Any], model: Any) -> Any:
             make = functools.partial(quantise, kind=kind, axis=axis, group=group)
             if _form(jax.eval_shape(make, leaf)) == _form(wanted):
                 return make(leaf)
+        if isinstance(wanted, QuantisedPanels) and (made := _OF_PANELS.get(wanted.form._replace(scale=""))):
+            return quantise(leaf, made[0], group=made[1])
         raise ValueError(
             f"weights: got floats for {name}, which is in few bits of its checkpoint's own kind (weights='stored'), "
             "expected an engine whose weights are 'int8', 'fp8', 'int4' or floats"
@@ -106,6 +108,10 @@ def quantised_as(held: Mapping[str, Any], model: Any) -> Any:
 
 
 _KINDS: dict[str, Quantization] = {"int8": "int8", "float8_e4m3fn": "fp8", "int4": "int4"}  # dtype of values -> kind
+_OF_PANELS: dict[PanelForm, tuple[Quantization, int | None]] = {
+    PanelForm(8, 0, "", parts=1, group=0): ("int8", None),
+    PanelForm(4, 0, "", parts=2, group=GROUP): ("int4", GROUP),
+}
 
 
 def _form(matrix: Any) -> Any:

@@ -38,6 +38,8 @@ Attend = Callable[..., Array]
 class TargetModel(nnx.Module):
     """A target. Parameters: `embed` [V, H], `blocks`, `norm` [H], and `lm_head` [V, H] unless tied.
 
+    One of a mapped file has panels for matrices, and the `packed_rows` of its LM head, which `for_inference` takes.
+
     A block maps the residual stream [b, t, H], given `Rope` and `Attend`, to the stream after it.
     """
 

@@ -48,7 +48,8 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     if settings.adapt is not None and (len(replica.rows) > 1 or processes.count() > 1):
         got = f"{len(replica.rows)} replicas in {processes.count()} processes"
         raise ValueError(f"serve.adapt: got it for {got}, expected one in one, such as --dp-size 1")
-    target = load_target(config.target, replica.mesh if replica.mesh.size > 1 else None, progress=say)
+    mesh = replica.mesh if replica.mesh.size > 1 else None
+    target = load_target(config.target, mesh, for_engine=True, progress=say)
     draft = settings.draft
     if draft is None:
         draft, _ = chosen_draft(None, config.folder("export"), target)

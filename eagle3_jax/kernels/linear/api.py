@@ -6,11 +6,13 @@ The layout decides the implementation: CPU kernels multiply `Panels`, which `pac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.contraction import contract
@@ -22,6 +24,7 @@ from eagle3_jax.kernels.linear.quantised import quantise as quantise
 # From so many rows on the product itself rounds its sums, see `contract`. For fewer ones XLA for TPUs would copy
 # matrices into another layout; and scales of few bits multiply sums that are not rounded.
 _MANY_ROWS = 256
+_COLUMNS = 8192  # that `pack_rows` packs at a time, a multiple of a panel's
 
 
 def pack(matrix: Float[Array, "k n"] | Quantised) -> Panels | Quantised:
@@ -29,6 +32,27 @@ def pack(matrix: Float[Array, "k n"] | Quantised) -> Panels | Quantised:
     if not isinstance(matrix, Quantised):
         return cpu.pack(matrix)
     return quantised_cpu.pack(matrix) if quantised_cpu.multiplies(matrix) else matrix
+
+
+def pack_rows(rows: Float[Array, "v k"] | Quantised) -> Iterator[Panels]:
+    """Packs the transpose of a vocabulary's rows as `pack` does, a few columns at a time.
+
+    Joined, the panels are those of the whole; there are none where the kernels cannot multiply it.
+    """
+    matrix = jax.tree.map(lambda x: np.asarray(x).T, rows)
+    if isinstance(matrix, Quantised) and not quantised_cpu.multiplies(matrix):
+        return
+    # XLA would copy the transpose of an array, whose form is the array's.
+    form = cpu.form_of(rows) if not isinstance(rows, Quantised) else quantised_cpu.form_of(matrix)
+    kernels = quantised_cpu if isinstance(rows, Quantised) else cpu
+    for start in range(0, matrix.shape[1], _COLUMNS):
+        part = jax.tree.map(lambda x, start=start: x[:, start : start + _COLUMNS], matrix)
+        yield dataclasses.replace(kernels.pack(part, form), columns=matrix.shape[1])
+
+
+def panels_of_processor() -> list[Any]:
+    """Returns what of this machine's processor decides panels."""
+    return [*quantised_cpu.dots(), compiler.has_wide_vectors(), compiler.has_bfloat16_products()]
 
 
 def xla_is_faster(dtype: Any) -> bool:

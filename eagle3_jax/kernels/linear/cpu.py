@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 from llvmlite import ir
 
@@ -34,14 +35,19 @@ _PAIRS = 16  # bfloat16 pairs per instruction
 _CHUNKS = 2  # chunks per thread: a delayed thread delays less work, but each chunk begins a stream of memory
 
 
-def pack(matrix: Float[Array, "k n"]) -> Panels:
-    """Packs a float32 or bfloat16 matrix into panels of this machine's width."""
+def pack(matrix: Float[Array | np.ndarray, "k n"], stored: Any = None) -> Panels:
+    """Packs a float32 or bfloat16 matrix into panels of this machine's width, of dtype `stored` if it is known."""
     width = _BLOCKS[compiler.has_wide_vectors()][1]
     group = 2 if matrix.dtype == jnp.bfloat16 and compiler.has_bfloat16_products() else 1
+    panels = _panels(matrix, width, group, form_of(matrix) if stored is None else stored)
+    return Panels(panels, matrix.shape[1], matrix.dtype)
+
+
+def form_of(matrix: Float[Array | np.ndarray, "k n"]) -> Any:
+    """Chooses the dtype of a matrix's panels."""
     # The first row mostly tells.
     narrow = matrix.dtype == jnp.float32 and bool(_in_bfloat16(matrix[:1])) and bool(_in_bfloat16(matrix))
-    panels = _panels(matrix, width, group, jnp.bfloat16 if narrow else matrix.dtype)
-    return Panels(panels, matrix.shape[1], matrix.dtype)
+    return jnp.dtype(jnp.bfloat16) if narrow else matrix.dtype
 
 
 @jax.jit

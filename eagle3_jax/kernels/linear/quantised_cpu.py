@@ -77,19 +77,27 @@ def multiplies(matrix: Quantised) -> bool:
     return whole or halves or rows % (groups * GROUP) == 0
 
 
-def pack(matrix: Quantised) -> QuantisedPanels:
-    """Packs a matrix [k, n] of 8 or 4 bits, see `multiplies`."""
-    width = dots().width
-    values, scale = np.asarray(matrix.values), np.asarray(matrix.scale, np.float32)
-    (k, columns), (bits, zero) = values.shape, _VALUES[values.dtype.name]
-    values, scales = values.astype(np.int8) + np.int8(zero), [scale]
-    if matrix.offset is not None:  # of the stored value 0, as in GGUF
-        scales.append(np.asarray(matrix.offset, np.float32) - zero * scale)
-        zero = 0
-    groups, by_group = -(-k // GROUP), len(scale) > 1 or len(scales) > 1
-    group = (_HALF if len(scale) > groups else GROUP) if by_group else 0
-    in_float16 = by_group and all(_halved(x, scale) for x in scales)
-    form = PanelForm(bits, zero, "float16" if in_float16 else "float32", len(scales), group)
+def form_of(matrix: Quantised) -> PanelForm:
+    """Chooses the form of a matrix's panels."""
+    scales, (bits, zero) = _scales(matrix), _VALUES[matrix.values.dtype.name]
+    by_group = len(scales[0]) > 1 or len(scales) > 1
+    group = (_HALF if len(scales[0]) > -(-matrix.shape[0] // GROUP) else GROUP) if by_group else 0
+    in_float16 = by_group and all(_halved(x, scales[0]) for x in scales)
+    return PanelForm(bits, zero * (len(scales) == 1), "float16" if in_float16 else "float32", len(scales), group)
+
+
+def _scales(matrix: Quantised) -> list[np.ndarray]:
+    """Returns the scales, and offsets if there are some: of the stored value 0, as in GGUF."""
+    scale, (_, zero) = np.asarray(matrix.scale, np.float32), _VALUES[matrix.values.dtype.name]
+    return [scale] if matrix.offset is None else [scale, np.asarray(matrix.offset, np.float32) - zero * scale]
+
+
+def pack(matrix: Quantised, form: PanelForm | None = None) -> QuantisedPanels:
+    """Packs a matrix [k, n] of 8 or 4 bits, see `multiplies`; `form` is that of one with more columns."""
+    form, width = form or form_of(matrix), dots().width
+    (k, columns), scales = matrix.shape, _scales(matrix)
+    values = np.asarray(matrix.values).astype(np.int8) + np.int8(_VALUES[matrix.values.dtype.name][1])
+    bits, group, groups = form.bits, form.group, -(-k // GROUP)
 
     def panels(x: np.ndarray, rows: int) -> np.ndarray:
         """Pads to [rows, p * width] and returns [p, rows, width]."""
@@ -103,7 +111,7 @@ def pack(matrix: Quantised) -> QuantisedPanels:
     stored = stored.reshape(-1, groups, GROUP * bits // 8 // _STEP, _STEP, width).swapaxes(3, 4)
     rows = groups * GROUP // group if group else 1
     head = np.stack([panels(np.repeat(x, rows // len(x), axis=0), rows) for x in scales], axis=2).astype(form.scale)
-    heads = groups if by_group else 1
+    heads = groups if group else 1
     parts = [part.reshape(len(part), heads, -1).view(np.uint8) for part in (head, np.ascontiguousarray(stored))]
     laid = np.concatenate(parts, axis=-1)
     return QuantisedPanels(jnp.asarray(laid.reshape(len(laid), -1)), columns, matrix.dtype, form)

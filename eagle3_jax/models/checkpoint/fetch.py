@@ -7,6 +7,7 @@ folder. Any other name that is not a folder is a hub id, pinned to a known or a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
@@ -26,10 +27,10 @@ import jax.numpy as jnp
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 
 from eagle3_jax.config import TargetConfig, Weights
-from eagle3_jax.models.checkpoint import gguf
+from eagle3_jax.models.checkpoint import gguf, mapped
 from eagle3_jax.models.checkpoint.gguf_file import GGUF
 from eagle3_jax.models.checkpoint.identity import identify
-from eagle3_jax.models.checkpoint.load import file_digests, load_model, weight_files
+from eagle3_jax.models.checkpoint.load import abstract_model, file_digests, load_model, weight_files
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.mesh_advice import uneven_heads
 from eagle3_jax.models.target import TargetModel
@@ -99,6 +100,7 @@ def load_target(
     mesh: jax.sharding.Mesh | None = None,
     *,
     only: Collection[str] | None = None,
+    for_engine: bool = False,
     progress: Progress = True,
 ) -> Target:
     """Fetches a target if it is not local, checks it, and loads it onto devices.
@@ -109,6 +111,7 @@ def load_target(
         config: a name, a hub id, a folder, or a TargetConfig.
         mesh: the devices; None is the default one.
         only: the parameters to load, see `load_model`; None is all of them.
+        for_engine: maps the target in the layout of an engine's CPU kernels, if it is for one, see `mapped`.
         progress: shows what is read, see `runs.progress`.
 
     Raises:
@@ -128,16 +131,29 @@ def load_target(
     expected = processes.agree(lambda: sizes)
     if sizes != expected:
         raise TargetError(f"{folder}: got weight files of {sizes} bytes, process 0 has {expected}; remove the folder")
-    own = shown(processes.share(paths), "check", "file", progress)  # hundreds of GB
-    shares = processes.gather({path.name: disk.digest(path) for path in own})
-    files = {name: digest for share in shares for name, digest in share.items()}
+    cache = cache_folder() / "panels" if for_engine and mesh is None and mapped.may_map(paths) else None
+    if cache is not None:
+        files = mapped.digests(paths, cache, progress)
+    else:
+        own = shown(processes.share(paths), "check", "file", progress)  # hundreds of GB
+        shares = processes.gather({path.name: disk.digest(path) for path in own})
+        files = {name: digest for share in shares for name, digest in share.items()}
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
     name, _ = split_revision(config.name)
     dtype = config.dtype if config.weights is None else f"{config.weights} in {config.dtype}"
     identity = identify(files, model_config, tokenizer, name=name, commit=commit_of(folder), dtype=dtype)
-    quantised: Any = {"weights": config.weights, "quantise_vocabulary": config.quantise_vocabulary}
-    model = load_model(folder, model_config, jnp.dtype(config.dtype), mesh, only=only, progress=progress, **quantised)
+    of, model = (model_config, jnp.dtype(config.dtype)), None
+    given: Any = {"weights": config.weights, "quantise_vocabulary": config.quantise_vocabulary}
+    load = functools.partial(load_model, folder, *of, **given, progress=progress)
+    if cache is not None:
+        made_of = [files, dataclasses.replace(model_config, aux_layers=()), config.dtype, given]
+        try:
+            model = mapped.mapped_model(cache, made_of, abstract_model(*of), load)
+        except OSError as error:
+            processes.say(f"{cache}: no panels are kept for the next load: {error}")
+    if model is None:
+        model = load(mesh, only=only)
     return Target(model, tokenizer, identity, folder)
 
 

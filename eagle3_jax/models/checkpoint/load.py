@@ -7,9 +7,10 @@ unreadable tensors) is reported by name in one message, before any transfer to a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from eagle3_jax.models.checkpoint.table import Described, Entry, Packed, tensor_
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.families.vision import TOWER, text_name
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.quantisation import GROUP, axis_of, quantised
+from eagle3_jax.models.quantisation import GROUP, VOCABULARY, axis_of, quantised
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.target_config import ModelConfig
@@ -44,6 +45,7 @@ _CONVERT = (
     f's.save_file({{k: v.contiguous() for k, v in loaded.items()}}, "{WEIGHTS}")\''
 )
 _ROWS = 8192  # rows of two tensors compared at a time
+_PIECE = 4096  # rows of a vocabulary that `keep` gets at a time
 # A buffer in old checkpoints; scales of activations, which stay floats here.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale")
 
@@ -61,6 +63,7 @@ def load_model(
     only: Collection[str] | None = None,
     weights: Weights | None = None,
     quantise_vocabulary: bool = False,
+    keep: Callable[[str, Iterator[Any], int | None], Any] | None = None,
     progress: Progress = True,
 ) -> TargetModel:
     """Loads a checkpoint folder, tensor by tensor, directly into the model's layout and sharding.
@@ -70,6 +73,8 @@ def load_model(
     Args:
         only: paths of the parameters to load; the others are checked but stay `jax.ShapeDtypeStruct`s.
         weights, quantise_vocabulary: see `TargetConfig`. Each matrix is quantised before the next one is read.
+        keep: takes each parameter in the model's place, without a mesh: its path, its pieces along the first axis, and
+            the rows of all pieces; a vocabulary has several pieces, others one (None).
         progress: shows how many tensors are read, see `runs.progress`.
 
     Raises:
@@ -94,15 +99,15 @@ def load_model(
     if weights == "stored" and not any(entry.packed for entry in table.values()):
         expected = "a checkpoint with quantised matrices, or another value"
         raise WeightsError(f"target.weights: got 'stored' for {folder}, which holds floats; expected {expected}")
-    abstract = shapes_of(lambda rngs: family.model(config, dtype=dtype, rngs=rngs))
+    abstract = abstract_model(config, jnp.dtype(dtype))
     placement = None if mesh is None else shardings(abstract, mesh, SHARDING_RULES)
     tensor = reader(files)
     if only is None and (problems := scale_problems(table, tensor)):
         raise WeightsError(f"{folder}: {len(problems)} tensors are unusable:\n  " + "\n  ".join(problems))
 
-    def placed(shape: tuple[int, ...], sharding: Any, part: Callable[[Any], np.ndarray]) -> jax.Array:
+    def placed(shape: tuple[int, ...], sharding: Any, part: Callable[[Any], np.ndarray], *rows: slice) -> jax.Array:
         if sharding is None:
-            return jax.device_put(part((slice(None),) * len(shape)))
+            return jax.device_put(part(rows + (slice(None),) * (len(shape) - len(rows))))
         return jax.make_array_from_callback(shape, sharding, part)
 
     def as_stored(
@@ -121,7 +126,7 @@ def load_model(
 
         return Quantised(values, numbers(packed.scale), packed.offset and numbers(packed.offset), leaf.dtype)
 
-    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any = None) -> Any:
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any, *rows: slice) -> Any:
         name = parameter_path(path)
         if only is not None and name not in only:
             return leaf
@@ -139,17 +144,32 @@ def load_model(
                 parts[at] = stored if entry.kept else stored.astype(leaf.dtype)
             return parts[at]
 
-        value = placed(leaf.shape, sharding, part)
+        value = placed(leaf.shape, sharding, part, *rows)
         if axis == -1 and in_blocks:  # embeddings and LM head: without loss from Q8_0
             return jax.block_until_ready(quantise(value, "int8", axis=axis, group=math.gcd(leaf.shape[axis], GROUP)))
         if weights in (None, "stored"):
             return value
         return jax.block_until_ready(quantised(name, value, weights, vocabulary=quantise_vocabulary))
 
+    def kept(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, place: Any) -> Any:
+        if keep is None:
+            return read(path, leaf, place)
+        name, rows = parameter_path(path), leaf.shape[0]
+        if not VOCABULARY.search(name):
+            return keep(name, iter([read(path, leaf, None)]), None)
+        parts = (slice(start, start + _PIECE) for start in range(0, rows, _PIECE))
+        return keep(name, (read(path, leaf, None, part) for part in parts), rows)
+
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     places = [None] * len(leaves) if placement is None else structure.flatten_up_to(placement)
     each = shown(list(zip(leaves, places, strict=True)), "load", "tensor", progress)
-    return structure.unflatten([read(path, leaf, place) for (path, leaf), place in each])
+    return structure.unflatten([kept(path, leaf, place) for (path, leaf), place in each])
+
+
+@functools.lru_cache(maxsize=8)
+def abstract_model(config: ModelConfig, dtype: Any) -> TargetModel:
+    """Returns a model with `ShapeDtypeStruct`s for arrays; it is kept, so only twins of it may be changed."""
+    return shapes_of(lambda rngs: family_of(config).model(config, dtype=dtype, rngs=rngs))
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.mesh import shardings
-from eagle3_jax.models.checkpoint.load import WeightsError, parameter_path
+from eagle3_jax.models.checkpoint.load import WeightsError, abstract_model, parameter_path
 from eagle3_jax.models.checkpoint.table import tensor_problems
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 
@@ -102,7 +101,7 @@ def target_of(weights: Any, config: ModelConfig, dtype: Any, mesh: jax.sharding.
 @functools.lru_cache(maxsize=8)
 def _program(config: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh | None) -> Callable[[Any], TargetModel]:
     """Returns the program from arrays by name to the target; kept, so that a later call compiles nothing."""
-    abstract, table = _abstract(config, dtype), family_of(config).table(config)
+    abstract, table = abstract_model(config, dtype), family_of(config).table(config)
 
     def build(found: Mapping[str, Any]) -> TargetModel:
         sources = _sources(found, config)
@@ -119,11 +118,6 @@ def _program(config: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh | None) ->
     return jax.jit(build, out_shardings=placement)
 
 
-@functools.lru_cache(maxsize=8)
-def _abstract(config: ModelConfig, dtype: Any) -> Any:
-    return shapes_of(lambda rngs: family_of(config).model(config, dtype=dtype, rngs=rngs))
-
-
 _finite = jax.jit(lambda x: jnp.isfinite(x).all())
 
 
@@ -134,7 +128,7 @@ def _sources(found: Mapping[str, Any], config: ModelConfig) -> dict[str, _Source
         WeightsError: names that nobody has, or another engine's of a family that is not translated.
     """
     if "embed" in found:
-        leaves = jax.tree_util.tree_leaves_with_path(_abstract(config, jnp.dtype(jnp.float32)))
+        leaves = jax.tree_util.tree_leaves_with_path(abstract_model(config, jnp.dtype(jnp.float32)))
         return {(name := parameter_path(path)): _Source(name, leaf.shape) for path, leaf in leaves}
     table = {name: shape for entry in family_of(config).table(config).values() for name, shape in entry.tensors.items()}
     if found.keys() & table.keys():

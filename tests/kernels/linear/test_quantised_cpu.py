@@ -1,5 +1,6 @@
 """Products from quantised panels: right, the same to the bit for any number of rows, on other machines too."""
 
+import dataclasses
 import re
 
 import arm
@@ -197,3 +198,20 @@ def test_other_matrices_stay_as_they_are():
     floats = Quantised(eight.values.astype(jnp.float8_e4m3fn), eight.scale, None, jnp.float32)
     experts = Quantised(eight.values[None], eight.scale[None], None, jnp.float32)
     assert all(api.pack(matrix) is matrix for matrix in (few, floats, experts))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", *KINDS])
+def test_a_vocabulary_that_is_packed_in_pieces_is_packed_as_a_whole(monkeypatch, kind):
+    """One row's numbers or scales are of a wider dtype than the others' would need."""
+    monkeypatch.setattr(api, "_COLUMNS", 64)
+    if kind in KINDS:
+        matrix = matrix_of(kind, 64, 150)
+        matrix = dataclasses.replace(matrix, scale=matrix.scale.at[:, 70].multiply(1e-6))
+    else:
+        matrix = jnp.asarray(np.random.default_rng(0).normal(size=(64, 150)), kind).at[:, :70].set(0.5)
+    whole, pieces = api.pack(matrix), list(api.pack_rows(jax.tree.map(lambda x: x.T, matrix)))
+    assert not isinstance(whole, Quantised)
+    assert len(pieces) == 3 and {jax.tree.structure(piece) for piece in pieces} == {jax.tree.structure(whole)}
+    joined = np.concatenate([np.asarray(piece.panels) for piece in pieces])
+    assert joined.dtype == whole.panels.dtype
+    np.testing.assert_array_equal(joined, whole.panels)
