@@ -18,9 +18,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Proper = Annotated[float, Field(gt=0, lt=1)]
 
 # Members of unions: pydantic puts these tags into an error's place, the YAML has no such level.
-TAGS = frozenset(
-    {"packaged", "jsonl", "conversations", "tfds", "self", "DraftTree", "auto", "one", "several", "shares", "file"}
-)
+TAGS = frozenset("packaged jsonl conversations tfds self DraftTree auto one several shares file".split())
 
 _Section = TypeVar("_Section")
 _EXPECTED = {

@@ -27,11 +27,10 @@ class Answer:
     """The target's answer in one turn; a line of the log.
 
     Attributes:
-        token_ids: as they were sampled, the end of sequence included. Training reads these: their text, tokenised
-            again, may be other tokens. None: a server kept them to itself.
+        token_ids: as they were sampled, the end of sequence included: their text, tokenised again, may be other tokens.
+            None: a server kept them to itself.
         text: without the `reasoning`; the history of later turns has no more of it.
         failed: nobody gave an answer to train on; `why` says what they gave.
-        tool_calls: as the server has them, in OpenAI's form.
         server: its URL; empty for an engine of this process.
     """
 
@@ -160,15 +159,10 @@ class Dialogue:
         if self.end == "given":
             return self.prompt | {"answer_ids": None}
         messages, answers = self._messages(self.turn), iter(self.answers)
-        ids = [answer.token_ids for answer in self.answers]
-        return {
-            "id": self.prompt["id"],
-            "category": self.prompt["category"],
-            **{name: self.prompt[name] for name in ("source", "license", "tools") if name in self.prompt},
-            "messages": [m | _more(next(answers)) if m["role"] == "assistant" else m for m in messages],
-            "truncated": self.answers[-1].truncated,
-            "answer_ids": None if None in ids else ids,
-        }
+        ids, kept = [answer.token_ids for answer in self.answers], ("id", "category", "source", "license", "tools")
+        found = {name: self.prompt[name] for name in kept if name in self.prompt}
+        found["messages"] = [m | _more(next(answers)) if m["role"] == "assistant" else m for m in messages]
+        return found | {"truncated": self.answers[-1].truncated, "answer_ids": None if None in ids else ids}
 
     def reject(self) -> dict[str, Any]:
         """A line of `rejects.jsonl`, of a dialogue that is no conversation."""
@@ -182,8 +176,7 @@ class Dialogue:
             messages.append(message)
             if message["role"] == "user":
                 turns -= 1
-                answer = next(answers, None)
-                if answer is not None:
+                if (answer := next(answers, None)) is not None:
                     messages.append({"role": "assistant", "content": answer.text})
                 if turns == 0:
                     break
@@ -191,10 +184,7 @@ class Dialogue:
 
 
 def _more(answer: Answer) -> dict[str, Any]:
-    """What a server says beside an answer's text, under the names of the source `conversations`.
-
-    An engine's answers say the same by their ids.
-    """
+    """What a server says beside the text, as the source `conversations` names it; an engine's ids say the same."""
     more = {"reasoning_content": answer.reasoning, "tool_calls": answer.tool_calls} if answer.server else {}
     return {name: value for name, value in more.items() if value}
 

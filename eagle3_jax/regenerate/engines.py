@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from eagle3_jax.config import RegenerateConfig
 from eagle3_jax.decoding import data_parallel
@@ -20,18 +21,9 @@ def load(settings: RegenerateConfig, target: Target, replica: Replica) -> list[E
 
     Drafts change no answer: see `Engine`, `sample_drafts`. Raises as `Engine.load` does.
     """
-    engines = [
-        Engine.load(
-            row,
-            None if settings.draft == "none" else settings.draft,
-            "auto",
-            settings.batch_size,
-            settings.max_length,
-            memory_fraction=settings.memory_fraction,
-            sample_drafts=False,
-        )
-        for row in data_parallel.targets(target, replica)
-    ]
+    sizes: Any = None if settings.draft == "none" else settings.draft, "auto", settings.batch_size, settings.max_length
+    how: Any = {"memory_fraction": settings.memory_fraction, "sample_drafts": False}
+    engines = [Engine.load(row, *sizes, **how) for row in data_parallel.targets(target, replica)]
     with processes.among(replica.processes):
         for engine in engines:  # one behind the other: times are measured
             if len(engine.tiers.tiers) > 1:
@@ -49,8 +41,7 @@ def converse(
 ) -> None:
     """Has every turn answered that is not known; a dialogue's next turn follows its last answer at once.
 
-    `seed`: of the run. `store` takes each new answer before anything follows it, one at a time. Raises Stopped: a
-    signal came.
+    `store` takes each new answer before anything follows it, one at a time. Raises Stopped: a signal came.
     """
     tokenizer = engines[0].tokenizer
 

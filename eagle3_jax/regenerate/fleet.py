@@ -37,14 +37,12 @@ Store = Callable[[Answer], None]
 
 @dataclasses.dataclass
 class _Asked:
-    """A dialogue that is being answered.
+    """A dialogue that is being answered, and the ids of its turn's prompt.
 
     Attributes:
-        ids: of the turn's prompt.
         failed_at: URLs of servers that failed at this turn. attempts: how often they had begun.
         blamed: those of them that are likely to be the prompt's fault, since the server was well before.
         turned_away: how often a server whose probe was well reported that it was busy. since: the first time.
-        why: the reason of the last server that failed.
     """
 
     dialogue: Dialogue
@@ -92,16 +90,12 @@ class _Member:
 async def gathered(settings: RegenerateConfig, target: Target) -> AsyncIterator[Fleet]:
     """Yields the fleet of `regenerate.servers`, each compared with the target. Those that are ill join later.
 
-    Raises:
-        ValueError: a server holds something else, or none of them answers.
+    Raises ValueError: a server holds something else, or none of them answers.
     """
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx2.Timeout(settings.deadline, connect=min(_CONNECT, settings.deadline))
     async with httpx2.AsyncClient(limits=limits, timeout=timeout) as client:
-        members = [
-            _Member(Server(client, server, target, settings.max_length, settings.deadline))
-            for server in settings.servers
-        ]
+        members = [_Member(Server(client, server, target, settings)) for server in settings.servers]
         await asyncio.gather(*(member.look() for member in members))
         others = [member for member in members if member.gone]
         if others or not any(member.well for member in members):
@@ -136,12 +130,8 @@ class Fleet:
     async def converse(self, dialogues: Iterable[Dialogue], known: Known, seed: int, store: Store) -> None:
         """Has every turn answered that is not known, whichever server is free; a dialogue stays with its server.
 
-        Args:
-            seed: of the run. store: takes each new answer, failed ones too, before anything follows it.
-
-        Raises:
-            ValueError: no server has been well for `regenerate.patience`, or all of them left.
-            Stopped: a signal came.
+        `store` takes each new answer, failed ones too, before anything follows it. Raises Stopped: a signal came.
+        ValueError: no server has been well for `regenerate.patience`, or all of them left.
         """
         self._source = (
             _Asked(dialogue, ids)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pydantic
 
-from eagle3_jax.config import FleetServer
+from eagle3_jax.config import FleetServer, RegenerateConfig
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.fetch import Target, split_revision
 from eagle3_jax.regenerate.dialogue import Answer, Dialogue
@@ -33,11 +33,7 @@ class Differs(ValueError):
 
 
 class Trouble(Exception):
-    """A server that gives no answer now.
-
-    `began`: it may have been this prompt that it failed at. `busy`: it answered that it takes no prompt now, or not
-    this one. `retry_after`: seconds, as the server says.
-    """
+    """A server that gives no answer now: maybe it failed at this prompt (`began`), or it says that it is `busy`."""
 
     def __init__(self, why: str, *, began: bool, busy: bool = False, retry_after: float = 0.0) -> None:
         super().__init__(why)
@@ -73,21 +69,13 @@ class _Body(pydantic.BaseModel, strict=True):
 
 
 class Server:
-    """A server, asked through one client for conversations of up to `max_length` tokens.
-
-    `deadline`: seconds for one answer. Raises ValueError: the environment has no key.
-    """
+    """A server, asked through one client. Raises ValueError: the environment has no key."""
 
     def __init__(
-        self,
-        client: httpx2.AsyncClient,
-        settings: FleetServer,
-        target: Target,
-        max_length: int,
-        deadline: float,
+        self, client: httpx2.AsyncClient, settings: FleetServer, target: Target, verb: RegenerateConfig
     ) -> None:
         self.url, self.concurrency = settings.url.rstrip("/"), settings.concurrency
-        self._client, self._max_length, self._deadline = client, max_length, deadline
+        self._client, self._max_length, self._deadline = client, verb.max_length, verb.deadline
         self._model = settings.model or split_revision(target.identity["name"])[0]
         self._tokenizer, self._shape = target.tokenizer, target.model.config
         self._headers = {}
@@ -100,8 +88,7 @@ class Server:
     async def check(self) -> None:
         """Compares the server with the target: its model's name, its context, and the ids of a rendered prompt.
 
-        Raises:
-            Differs: it is not the target. Trouble: it does not answer now.
+        Raises Differs: it is not the target. Trouble: it does not answer now.
         """
         try:
             await self._check_model()
@@ -110,14 +97,10 @@ class Server:
             raise Differs(str(error)) from error
 
     async def ask(self, dialogue: Dialogue, ids: Sequence[int], **sampling: Any) -> Answer:
-        """Has a dialogue's next turn answered.
+        """Has a dialogue's next turn answered, whose history the target itself renders as `ids`.
 
-        Args:
-            ids: the target's own rendering of its history. sampling: see `dialogue.sampling`.
-
-        Raises:
-            Trouble: no answer now, or half of one.
-            Refused: an answer to another prompt, of other tokens, or none to this one. Ask `check` whose fault it is.
+        Raises Trouble: no answer now, or half of one. Refused: an answer to another prompt, of other tokens, or none to
+        this one; ask `check` whose fault it is.
         """
         body = {"messages": dialogue.history(), **sampling, **self._dialect}
         tools = {"tools": tools} if (tools := dialogue.prompt.get("tools")) else {}
@@ -156,10 +139,9 @@ class Server:
         for dialect in (*dialects, {}):
             if difference is not None and not dialect:
                 break  # whose ids differ may have as many
+            asked = {"messages": PROBE, "temperature": 0.0, "max_tokens": _PROBE_TOKENS, **dialect}
             try:
-                reply = await self._chat(
-                    {"messages": PROBE, "temperature": 0.0, "max_tokens": _PROBE_TOKENS, **dialect}
-                )
+                reply = await self._chat(asked)
             except Refused:
                 if not dialect:
                     raise
@@ -196,9 +178,8 @@ class Server:
             raise Trouble(f"answer: got the end {reason!r}, expected 'stop', 'length' or 'tool_calls'", began=True)
         if ids is not None:
             self._check_ids(ids, (text, reasoning), ended=reason != "length")
-        calls = message.tool_calls or None
-        cut = reason == "length"
-        return Answer(name, turn, text, ids, cut, reasoning=reasoning, tool_calls=calls, server=self.url)
+        more = {"reasoning": reasoning, "tool_calls": message.tool_calls or None, "server": self.url}
+        return Answer(name, turn, text, ids, reason == "length", **more)
 
     def _check_ids(self, ids: Sequence[int], texts: Collection[str], *, ended: bool) -> None:
         size, ends = self._shape.vocab_size, self._shape.eos_token_ids
@@ -224,11 +205,9 @@ class Server:
             raise Trouble(f"answer: {where}: {first['msg']}: {reprlib.repr(content)}", began=True) from error
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """The content of an answer with status 200.
+        """The content of an answer with status 200. Raises Differs: 401 or 403. Refused: a status that stays.
 
-        Raises:
-            Trouble: no connection, no answer in time, a broken one, or a status that may pass.
-            Refused: any other status. Differs: 401 or 403.
+        Trouble: no connection, no answer in time, a broken one, or a status that may pass.
         """
         try:
             async with asyncio.timeout(self._deadline):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,10 +48,9 @@ def _export(parser: argparse.ArgumentParser) -> None:
     engines = ("numbers", "vllm", "llama.cpp", "sglang")
     engine.add_argument("--check", choices=engines, help="`numbers` predicts what engines count")
     engine.add_argument("--prompts", metavar="FILE", help=_PROMPTS)
-    engine.add_argument("--vllm", metavar="PYTHON", help="of vLLM's environment; .venv-vllm/bin/python without it")
-    engine.add_argument(
-        "--llama-cpp", metavar="PYTHON", help="of llama.cpp's environment; .venv-llama-cpp/bin/python without it"
-    )
+    for flag, name in (("vllm", "vLLM"), ("llama-cpp", "llama.cpp")):
+        text = f"of {name}'s environment; .venv-{flag}/bin/python without it"
+        engine.add_argument(f"--{flag}", metavar="PYTHON", help=text)
     engine.add_argument("--sglang", metavar="URL", help="a running server")
     engine.add_argument("--expect", metavar="REPORT", help="an earlier check, whose counters must be the same")
     target = parser.add_argument_group("write the target, instead of exporting")
@@ -69,21 +69,14 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
-    for flag, value, text in (
-        ("--compare", "NAME=URL", "a running OpenAI server (http://HOST:PORT/v1), measured as well"),
-        ("--compare-key", "NAME=VARIABLE", "the environment variable that holds its API key"),
-    ):
-        parser.add_argument(flag, action="append", default=[], metavar=value, help=text)
+    several = functools.partial(parser.add_argument, action="append", default=[])
+    several("--compare", metavar="NAME=URL", help="a running OpenAI server (http://HOST:PORT/v1), measured as well")
+    several("--compare-key", metavar="NAME=VARIABLE", help="the environment variable that holds its API key")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Verb:
-    """A verb's command line, see `Parser`.
-
-    Attributes:
-        add_flags: its own.
-        alone: whether it measures on `--prompts`, also a target without a run, named by `--target`.
-    """
+    """A verb's command line, see `Parser`; `alone`: it measures on `--prompts`, also a `--target` without a run."""
 
     says: str
     sections: tuple[str, ...]

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import platform
@@ -68,18 +69,15 @@ def timed_on(model: int) -> dict[str, Any]:
 
 def has_tpu() -> bool:
     """Tells whether this machine has TPU chips; asks the file system, since asking JAX would start the backend."""
-    return any(
-        True for folder, name in (("/dev", "accel*"), ("/dev/vfio", "[0-9]*")) for _ in pathlib.Path(folder).glob(name)
-    )
+    places = pathlib.Path("/dev").glob("accel*"), pathlib.Path("/dev/vfio").glob("[0-9]*")
+    return next(itertools.chain(*places), None) is not None
 
 
 def keep_programs(folder: str | pathlib.Path | None, *, small: bool = True) -> None:
     """Keeps what this process compiles from now on in a folder, by JAX's persistent compilation cache; None: nowhere.
 
-    A folder that the user chose by JAX's own setting stays.
-
-    Args:
-        small: also keeps what compiles faster than JAX's `jax_persistent_cache_min_compile_time_secs`.
+    A folder that the user chose by JAX's own setting stays. `small` also keeps what compiles faster than JAX's
+    `jax_persistent_cache_min_compile_time_secs`.
     """
     global _chosen
     import jax

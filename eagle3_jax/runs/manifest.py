@@ -45,14 +45,8 @@ def claim(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_d
 def begin(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_dir") -> bool:
     """Writes the manifest of unfinished work into `folder`, or compares the one that is there. See `claim`.
 
-    Args:
-        identity: all that decides the result: verb, config sections, input digests, target identity. JSON-ready.
-        place: see `check_same`.
-
-    Returns:
-        True when the folder already holds the finished result, so that there is nothing to do.
-
-    Raises ManifestError: the folder holds other work.
+    `identity`, JSON-ready, is all that decides the result: verb, config sections, input digests, target identity.
+    Returns True when the folder already holds the finished result. Raises ManifestError: it holds other work.
     """
     folder = disk.path_of(folder)
     path = folder / NAME
@@ -66,13 +60,9 @@ def begin(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_d
 
 
 def check_same(path: str | disk.Path, found: Any, identity: dict[str, Any], place: str) -> None:
-    """Refuses a file or folder that was made by other work than `identity`'s.
+    """Refuses a file or folder that was made by other work than `identity`'s, which is `found` there.
 
-    Args:
-        found: the identity it was made with.
-        place: option that names the path, for the message's advice.
-
-    Raises ManifestError: names every field that differs, with both values.
+    Raises ManifestError: names every field that differs, with both values, and advises another `place`, an option.
     """
     if differing := list(_differences(found, json.loads(json.dumps(identity)))):
         lines = "\n".join(f"  {field}: found {old!r}, expected {new!r}" for field, old, new in differing)
@@ -156,10 +146,8 @@ def load(path: disk.Path) -> dict[str, Any]:
     if not isinstance(manifest.get("identity"), dict):
         raise ManifestError(f"{path}: got no identity, expected a manifest")
     if manifest.get("format") != FORMAT:
-        raise ManifestError(
-            f"{path}: got format {manifest.get('format')!r}, expected {FORMAT}; another version of eagle3_jax made it: "
-            f"remove {path.parent} and run its verb again"
-        )
+        got = f"{path}: got format {manifest.get('format')!r}, expected {FORMAT}; another version of eagle3_jax made it"
+        raise ManifestError(f"{got}: remove {path.parent} and run its verb again")
     try:
         return disk.unsealed(manifest, path)
     except disk.JsonError as error:

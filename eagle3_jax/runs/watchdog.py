@@ -35,13 +35,9 @@ class _Watch:
         self.thread = threading.Thread(target=_watch, args=(self, run, prefix), name="watches the processes")
         self.thread.daemon = True
         cause = f"process {run.index} of {run.count} was killed, or JAX ended it as another one is gone"
-        self.child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CHILD, f"{prefix}{cause}; {_AGAIN}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
+        words = [sys.executable, "-I", "-S", "-c", _CHILD, f"{prefix}{cause}; {_AGAIN}"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+        self.child = subprocess.Popen(words, **pipes, start_new_session=True)  # Ctrl-C is for this process
 
 
 _own: _Watch | None = None
@@ -68,8 +64,7 @@ def end() -> None:
 def end_all(sentence: str, status: int, error: Exception | None = None) -> None:
     """Ends this process and all others at once, with a sentence for the user; does nothing where there is a single one.
 
-    Args:
-        error: the cause. An error of a collective only echoes another process's end, which is reported instead.
+    An `error` of a collective, as the cause, only echoes another process's end, which is reported instead.
     """
     if (run := processes.several()) is None:
         return

@@ -65,7 +65,7 @@ def test_every_first_divergence_is_a_near_tie(target, draft, name):
         for model, head, shape in ((target.model, None, None), (other, draft if OTHERS[name] else None, OTHERS[name]))
     )
     tally = Tally()
-    tally.add(group, plain, fast, (1.0, 1.0), lambda prefix, tokens: near_tie(target.model, prefix, tokens))
+    tally.add(group, (plain, 1.0), (fast, 1.0), lambda prefix, tokens: near_tie(target.model, prefix, tokens))
     report = tally.report(exact=True)
     assert report["mismatches"] == []
     assert report["ties"] or name != "float32"

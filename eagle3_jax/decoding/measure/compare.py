@@ -26,6 +26,7 @@ _REFILLS = 4
 
 # (token ids before the first difference, the two tokens there) -> the near-tie, or None for a mismatch.
 Judge = Callable[[Sequence[int], tuple[int, int]], NearTie | None]
+Timed = tuple[Sequence[Any], float]  # answers, and their seconds
 
 
 @runtime_checkable
@@ -55,18 +56,13 @@ class Tally:
     mismatches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def add(
-        self,
-        group: Sequence[Mapping[str, Any]],
-        vanilla: Sequence[Any],
-        speculative: Sequence[Any],
-        seconds: tuple[float, float],
-        judge: Judge | None = None,
+        self, group: Sequence[Mapping[str, Any]], vanilla: Timed, speculative: Timed, judge: Judge | None = None
     ) -> None:
-        """Adds a group of prompts; `seconds` are the engines' (vanilla, speculative)."""
+        """Adds a group of prompts, with both engines' answers and seconds."""
         self.prompts += len(group)
-        self.vanilla_seconds += seconds[0]
-        self.seconds += seconds[1]
-        for prompt, plain, fast in zip(group, vanilla, speculative, strict=True):
+        self.vanilla_seconds += vanilla[1]
+        self.seconds += speculative[1]
+        for prompt, plain, fast in zip(group, vanilla[0], speculative[0], strict=True):
             self.vanilla_tokens += len(plain.token_ids)
             self.tokens += len(fast.token_ids)
             self.counts += fast.stats.counts
@@ -88,20 +84,14 @@ class Tally:
         Where answers need not be equal (`exact`, greedy), `identical`, `ties` and `mismatches` are None.
         """
         vanilla, speculative = _ratio(self.vanilla_tokens, self.vanilla_seconds), _ratio(self.tokens, self.seconds)
-        return {
-            "prompts": self.prompts,
-            "identical": self.prompts - len(self.ties) - len(self.mismatches) if exact else None,
-            "ties": self.ties if exact else None,
-            "mismatches": self.mismatches if exact else None,
-            "tokens": self.tokens,
-            "rounds": self.counts.rounds,
-            "accepted_per_position": self.counts.accepted,
-            "tau": self.counts.tau if self.counts.rounds else None,
-            "alpha": self.counts.alpha,
-            "tokens_per_second": {"vanilla": vanilla, "speculative": speculative},
-            "seconds": {"vanilla": self.vanilla_seconds, "speculative": self.seconds},
-            "speedup": None if vanilla is None or speculative is None else _ratio(speculative, vanilla),
-        }
+        same = self.prompts - len(self.ties) - len(self.mismatches)
+        equal = {"identical": same, "ties": self.ties, "mismatches": self.mismatches}
+        found: dict[str, Any] = {"prompts": self.prompts} | (equal if exact else dict.fromkeys(equal))
+        found |= {"tokens": self.tokens, "rounds": self.counts.rounds, "accepted_per_position": self.counts.accepted}
+        found |= {"tau": self.counts.tau if self.counts.rounds else None, "alpha": self.counts.alpha}
+        found["tokens_per_second"] = {"vanilla": vanilla, "speculative": speculative}
+        found["seconds"] = {"vanilla": self.vanilla_seconds, "speculative": self.seconds}
+        return found | {"speedup": None if vanilla is None or speculative is None else _ratio(speculative, vanilla)}
 
 
 def total(tallies: Sequence[Tally]) -> Tally:
@@ -133,14 +123,8 @@ def compare(
     """Lets both engines answer all prompts, in groups of one category each, so that seconds belong to a category.
 
     A group is one prompt at batch size 1, else enough prompts to refill freed slots. Categories take turns; so do the
-    engines in answering first.
-
-    Args:
-        prompts: each with "id", "category" and "prompt", the engines' input.
-        judge: tells near-ties from mismatches where greedy answers differ; the prompts must then be token ids.
-
-    Returns:
-        A tally per category, in order of first appearance.
+    engines in answering first. Prompts have an "id", a "category" and a "prompt": token ids, where a judge tells
+    near-ties from mismatches. Returns a tally per category, in order of first appearance.
     """
     tallies = {prompt["category"]: Tally() for prompt in prompts}
     with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=not progress) as bar:
@@ -152,8 +136,7 @@ def compare(
                 for engine in order:
                     engine.generate(asked, params)
             answers = {engine is speculative: timed(engine, asked, params) for engine in order}
-            (plain, plain_seconds), (fast, fast_seconds) = answers[False], answers[True]
-            tallies[group[0]["category"]].add(group, plain, fast, (plain_seconds, fast_seconds), judge)
+            tallies[group[0]["category"]].add(group, answers[False], answers[True], judge)
             so_far = total(list(tallies.values()))
             vanilla_rate, rate = so_far.vanilla_tokens / so_far.vanilla_seconds, so_far.tokens / so_far.seconds
             bar.set_postfix_str(f"{vanilla_rate:.1f} tokens/s vanilla, {rate:.1f} speculative")
@@ -175,7 +158,7 @@ def _groups(prompts: Sequence[Mapping[str, Any]], batch_size: int) -> list[list[
     return [group for _, group in sorted(turns, key=lambda item: item[0])]
 
 
-def timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Sequence[Any], float]:
+def timed(engine: Decoder, messages: Sequence[Any], params: Any) -> Timed:
     """Returns answers and seconds of a call in which nothing was compiled."""
     for _ in range(_MOST_REPETITIONS):
         before, start = programs.compiled(every=True), time.perf_counter()

@@ -68,8 +68,8 @@ def prompts(*names: str) -> list[dict[str, Any]]:
 def test_the_numbers_follow_their_definitions() -> None:
     tally = Tally()
     # 1 token of the prefill, 4 rounds: 3 + 1 + 2 + 1 tokens.
-    tally.add(prompts("x"), [output([1] * 8)], [output([1] * 8, 4, [2, 1, 0])], (2.0, 1.0))
-    tally.add(prompts("y"), [output([1, 2, 3])], [output([1, 2, 4], 2, [0, 0, 0])], (1.0, 0.5))
+    tally.add(prompts("x"), ([output([1] * 8)], 2.0), ([output([1] * 8, 4, [2, 1, 0])], 1.0))
+    tally.add(prompts("y"), ([output([1, 2, 3])], 1.0), ([output([1, 2, 4], 2, [0, 0, 0])], 0.5))
     report = tally.report(exact=True)
     assert report == {
         "prompts": 2,
@@ -89,7 +89,7 @@ def test_the_numbers_follow_their_definitions() -> None:
 
 def test_what_cannot_be_measured_is_none() -> None:
     tally = Tally()
-    tally.add(prompts("x"), [output([5])], [output([6], 0, [0, 0])], (1.0, 1.0))  # ended by its first token
+    tally.add(prompts("x"), ([output([5])], 1.0), ([output([6], 0, [0, 0])], 1.0))  # ended by its first token
     report = tally.report(exact=False)
     assert (report["tau"], report["alpha"]) == (None, [None, None])
     assert (report["identical"], report["ties"], report["mismatches"]) == (None, None, None)
@@ -107,7 +107,7 @@ def test_a_first_difference_is_judged_by_what_stood_in_front_of_it() -> None:
     vanilla = [output([1, 2, 5]), output([1]), output([4]), output([1, 2])]
     speculative = [output([1, 3, 6]), output([1]), output([9]), output([1])]
     tally = Tally()
-    tally.add(group, vanilla, speculative, (1.0, 1.0), judge)
+    tally.add(group, (vanilla, 1.0), (speculative, 1.0), judge)
     report = tally.report(exact=True)
     assert judged == [([7, 8, 1], (2, 3)), ([7, 8], (4, 9))]
     assert report["ties"] == [{"id": "a", "position": 1, "gap": 0.1, "bound": 0.2}]
@@ -118,8 +118,8 @@ def test_a_first_difference_is_judged_by_what_stood_in_front_of_it() -> None:
 
 def test_totals_add_everything() -> None:
     one, two = Tally(), Tally()
-    one.add(prompts("x"), [output([1, 2])], [output([1, 2], 1, [1, 0])], (1.0, 0.5))
-    two.add(prompts("y"), [output([3])], [output([4], 2, [1, 1])], (2.0, 0.25))
+    one.add(prompts("x"), ([output([1, 2])], 1.0), ([output([1, 2], 1, [1, 0])], 0.5))
+    two.add(prompts("y"), ([output([3])], 2.0), ([output([4], 2, [1, 1])], 0.25))
     whole = total([one, Tally(), two])
     assert whole == Tally(2, AcceptanceCounts(3, [2, 1]), 3, 0.75, 3, 3.0, [], [{"id": "y", "position": 0}])
 
