@@ -22,11 +22,8 @@ class Feed:
     """Rows of batches for a mesh whose rows lie within processes or over whole processes.
 
     The processes of a mesh row share its part of a batch: each reads whole rows, evenly over a batch or, where a batch
-    has too few, over several batches. Each chip is sent a slice of the tokens; the chips gather the rows.
-
-    Args:
-        batch_size: rows of a batch, a multiple of the data axis, or of the groups of a split.
-        split: cuts the rows into pieces.
+    has too few, over several batches. Each chip is sent a slice of the tokens; the chips gather the rows. A batch has a
+    multiple of the data axis's rows, or of the groups of a split, which cuts the rows into pieces.
     """
 
     def __init__(self, mesh: Mesh, batch_size: int, split: Split = WHOLE) -> None:
@@ -40,11 +37,8 @@ class Feed:
         places = grid.reshape(data, self._hosts, chips // self._hosts)
         self._chips = Mesh(places, ("data", "host", "chip"), axis_types=mesh.axis_types[:1] * 3)
         # (row of the mesh, place among its processes) of this process.
-        self._own = [
-            (row, host)
-            for row, host in np.ndindex(data, self._hosts)
-            if places[row, host, 0].process_index == jax.process_index()
-        ]
+        me = jax.process_index()
+        self._own = [at for at in np.ndindex(data, self._hosts) if places[*at, 0].process_index == me]
         self._sent: Any = None
 
     def rows(self, number: int) -> list[int]:
@@ -107,10 +101,7 @@ class Feed:
 def _gather(
     pieces: dict[str, jax.Array], order: jax.Array | None, where: NamedSharding, split: Split
 ) -> dict[str, jax.Array]:
-    """Gathers the rows of a batch from the slots of all processes.
-
-    `order`: for each row of a mesh row its slot among all; None where they lie in order.
-    """
+    """Gathers the rows of a batch from the slots of all processes, in order or in the given order of slots."""
 
     def whole(x: jax.Array) -> jax.Array:
         data, hosts, slots, *rest = x.shape

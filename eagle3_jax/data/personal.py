@@ -95,15 +95,11 @@ def _recognisers() -> dict[str, list[Any]]:
             spans = super().analyze(text, entities, nlp_artifacts)
             return [span for span in spans if _looks_like_phone(text, span.start, span.end, self.announced_only)]
 
-    credentials = presidio_analyzer.PatternRecognizer(
-        supported_entity="URL_CREDENTIALS",
-        patterns=[presidio_analyzer.Pattern("user and password in a URL", _CREDENTIALS, 0.9)],
-    )
-    return {
-        "at": [credentials, Email()],
-        "digit": [Ip(), *(getattr(predefined, f"{name}Recognizer")() for name in _NUMBERS)],
-        "phone": [Phone(announced_only=False), Phone(announced_only=True)],
-    }
+    in_url = [presidio_analyzer.Pattern("user and password in a URL", _CREDENTIALS, 0.9)]
+    credentials = presidio_analyzer.PatternRecognizer(supported_entity="URL_CREDENTIALS", patterns=in_url)
+    numbers = [getattr(predefined, f"{name}Recognizer")() for name in _NUMBERS]
+    phones = [Phone(announced_only=announced) for announced in (False, True)]
+    return {"at": [credentials, Email()], "digit": [Ip(), *numbers], "phone": phones}
 
 
 def _looks_like_phone(text: str, start: int, end: int, announced_only: bool) -> bool:

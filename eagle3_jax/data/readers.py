@@ -84,21 +84,15 @@ def fill(source: RecordSource, arrays: Mapping[str, np.ndarray], read: Read) -> 
     for name in arrays.keys() - LAID_OUT:
         array, values = arrays[name], record.get(name)
         if values is None or (values.dtype != array.dtype and values.dtype.kind not in "iu"):
-            got = "none" if values is None else values.dtype
-            raise ValueError(
-                f"{source.name(read.record)}: {name}: got {got}, expected {array.dtype} as in the first record"
-            )
+            got = f"{source.name(read.record)}: {name}: got {'none' if values is None else values.dtype}"
+            raise ValueError(f"{got}, expected {array.dtype} as in the first record")
         array[read.row, read.start : read.end] = values[: read.end - read.start]
 
 
 class Readers:
-    """Buffers of batches, and the workers that read records into them.
+    """Buffers of batches, whose arrays are `views`, and the workers that read records into them.
 
-    Args:
-        buffers: the number of batches in memory. workers: processes; 0 reads by threads of this one.
-
-    Attributes:
-        views: the arrays of each buffer.
+    `workers` is a number of processes; 0 reads by threads of this one.
     """
 
     def __init__(self, source: RecordSource, layout: Layout, buffers: int, workers: int) -> None:
@@ -110,11 +104,8 @@ class Readers:
 
     def read(self, buffer: int, reads: Sequence[Read]) -> list[concurrent.futures.Future[None]]:
         """Begins to read records into a buffer; the futures end once all are read, or with the error."""
-        workers = [self._source.shard(read.record) % len(self._pools) for read in reads]
-        return [
-            self._pools[worker].submit(self._fills[worker], buffer, read)
-            for worker, read in zip(workers, reads, strict=True)
-        ]
+        workers = ((self._source.shard(read.record) % len(self._pools), read) for read in reads)
+        return [self._pools[worker].submit(self._fills[worker], buffer, read) for worker, read in workers]
 
     def _fill(self, buffer: int, read: Read) -> None:
         fill(self._source, self.views[buffer], read)
@@ -136,13 +127,10 @@ class _Process:
     def __init__(self, job: _Job) -> None:
         pairs = [socket.socketpair() for _ in range(_THREADS)]
         theirs = [their.fileno() for _, their in pairs]
-        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, theirs)],
-            env=os.environ | paths,
-            pass_fds=(*theirs, job[-1]),
-            stdin=subprocess.DEVNULL,
-        )
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        words = [sys.executable, "-m", __name__, *map(str, theirs)]
+        files = {"pass_fds": (*theirs, job[-1]), "stdin": subprocess.DEVNULL}
+        self._process = subprocess.Popen(words, env=environment, **files)
         connections = [multiprocessing.connection.Connection(ours.detach()) for ours, _ in pairs]
         for _, their in pairs:
             their.close()

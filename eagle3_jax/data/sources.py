@@ -107,9 +107,8 @@ def conversations(
     answer are dropped. A "finish_reason" of "length", or a true "truncated", marks the last answer as cut off. Records
     without an answer, with an empty one, or with one before the first user turn are rejected.
     """
-    return _records(
-        lines.read(path, part), f"conversations:{pathlib.Path(path).name}", category, _up_to_the_last_answer
-    )
+    source = f"conversations:{pathlib.Path(path).name}"
+    return _records(lines.read(path, part), source, category, _up_to_the_last_answer)
 
 
 def tfds(name: str, field: str, split: str = "train", category: str = "tfds") -> Iterator[Record]:
@@ -128,12 +127,9 @@ def tfds(name: str, field: str, split: str = "train", category: str = "tfds") ->
 def self_written(
     outputs: Iterable[tuple[list[str], str]], category: str = "self", system: str | None = None, min_chars: int = 8
 ) -> Iterator[Record]:
-    """Makes prompts from the user turns that the target wrote (self-prompting).
+    """Makes prompts from the user turns that the target wrote under a system prompt (self-prompting).
 
-    Args:
-        outputs: (the user's turns, finish_reason of the first). Only "stop" is a whole prompt; "length" was cut off.
-        system: the system prompt that the target had.
-        min_chars: prompts with a shorter first turn are rejected.
+    `outputs` have the finish_reason of the first turn: only "stop" is a whole prompt. Shorter ones are rejected.
     """
     head = [] if system is None else [{"role": "system", "content": system}]
     for number, (turns, finish_reason) in enumerate(outputs, start=1):

@@ -24,8 +24,7 @@ class HeldOut:
     Prompts that begin alike stay together; where all do, they are split by what follows. If hashing puts a small set on
     one side, its lowest hash is held out, or its highest is for training. `held_out`: the average share.
 
-    Raises:
-        ValueError: fewer than two different prompts.
+    Raises ValueError: fewer than two different prompts.
     """
 
     bounds: Bounds | None
@@ -42,9 +41,8 @@ class HeldOut:
         digest, (lowest, highest) = opening, self.bounds[:2]
         if lowest == highest:  # one instruction begins all prompts
             digest, (lowest, highest) = content, self.bounds[2:]
-        is_low, lowest_is, highest_is = (
-            int(hash[:16], 16) / 2**64 < self.held_out for hash in (digest, lowest, highest)
-        )
+        shares = (int(hash[:16], 16) / 2**64 for hash in (digest, lowest, highest))
+        is_low, lowest_is, highest_is = (share < self.held_out for share in shares)
         if not lowest_is:
             return digest == lowest
         return digest != highest if highest_is else is_low
@@ -66,8 +64,7 @@ def joined(found: Iterable[Mapping[str, Bounds]]) -> dict[str, Bounds]:
 class StratifiedSplit:
     """Splits each category, given its bounds, so that each with two different prompts or more is on both sides.
 
-    Raises:
-        ValueError: fewer than two different prompts.
+    Raises ValueError: fewer than two different prompts.
     """
 
     def __init__(self, bounds: Mapping[str, Bounds], held_out: float) -> None:

@@ -36,9 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def prepare(config: RunConfig) -> None:
     """Prepares the prompts of a run; does nothing when they are finished.
 
-    Raises:
-        ValueError: fewer than two usable prompts, or other work in the folder (ManifestError).
-        OSError: an unreadable source file.
+    Raises ValueError: fewer than two usable prompts, or other work in the folder (ManifestError). OSError: no source.
     """
     folder = config.folder("prepare")
     with manifest.claim(folder, _identity(config)) as finished:
@@ -71,11 +69,8 @@ def _prepare(config: RunConfig, folder: disk.Path, written: Written) -> None:
 def _in_process(config: RunConfig, folder: disk.Path, written: Written) -> Result:
     """Runs the filters in one pass, for a few hundred thousand prompts: those kept stay in memory."""
     section = config.prepare
-    cleaner, duplicates, found = (
-        Cleaner(section, folder / FINDINGS),
-        Duplicates(section.near_duplicate),
-        list[Cleaned](),
-    )
+    cleaner, duplicates = Cleaner(section, folder / FINDINGS), Duplicates(section.near_duplicate)
+    found: list[Cleaned] = []
     records = (
         (reading.label(source), record)
         for number, source in enumerate(section.sources)

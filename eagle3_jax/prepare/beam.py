@@ -41,11 +41,10 @@ _BYTES, _RECORDS = 4 << 20, 8192
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A part of a source; one without `part` and `copy` is a whole file.
+    """A part of a source, by its index; one without `part` and `copy` is a whole file.
 
     Attributes:
-        number: from 0, in the order of reading. source: index in `prepare.sources`.
-        part: of the source's file. before: number of the line at which the source's limit ends the part.
+        before: number of the line at which the source's limit ends the part.
         copy: file with records of a source that no other process reads.
     """
 
@@ -87,8 +86,7 @@ class _Job:
 def run(config: RunConfig, folder: disk.Path, written: Written) -> Result:
     """Writes the prompts; TRAIN and REJECTS in shards.
 
-    Raises:
-        ValueError: fewer than two usable prompts, an unreadable source, options that Beam refuses, a failed pipeline.
+    Raises ValueError: fewer than two usable prompts, an unreadable source, options that Beam refuses, or it fails.
     """
     section = config.prepare
     _options(section)
@@ -103,11 +101,7 @@ def run(config: RunConfig, folder: disk.Path, written: Written) -> Result:
 
 
 def plan(config: RunConfig, written: Written, work: disk.Path) -> list[Block]:
-    """Divides the sources, once: an interrupted run goes on with the same blocks, and their copies, in `work`.
-
-    Raises:
-        ValueError, OSError: an unreadable source.
-    """
+    """Divides the sources, once: an interrupted run goes on with the same blocks, and their copies, in `work`."""
     path = work / "blocks.json"
     if path.exists():
         found = disk.read_json(path)["blocks"]
@@ -168,10 +162,8 @@ def _options(section: PrepareConfig) -> PipelineOptions:
             options.get_all_options()
         beam.Pipeline(options=options)  # knows the runners
     except (ValueError, ImportError, SystemExit) as error:
-        reason = (printed.getvalue() or str(error)).strip().splitlines()[-1]
-        raise ValueError(
-            f"prepare.beam_options: got {section.beam_options!r} ({reason}), expected options of Apache Beam"
-        ) from error
+        got = f"{section.beam_options!r} ({(printed.getvalue() or str(error)).strip().splitlines()[-1]})"
+        raise ValueError(f"prepare.beam_options: got {got}, expected options of Apache Beam") from error
     return options
 
 

@@ -50,10 +50,8 @@ class CloudDlp:
 
     def __init__(self, settings: CloudDlpConfig) -> None:
         self._url = f"{settings.url}/v2/projects/{settings.project}/locations/{settings.location}/content:inspect"
-        self._how = {
-            "infoTypes": [{"name": name} for name in settings.info_types],
-            "minLikelihood": settings.min_likelihood,
-        }
+        kinds = [{"name": name} for name in settings.info_types]
+        self._how = {"infoTypes": kinds, "minLikelihood": settings.min_likelihood}
         headers = {"Content-Type": "application/json", "x-goog-user-project": str(settings.project)}
         self._client = httpx2.Client(timeout=60.0, headers=headers)
         self._authorise = _token(settings.token_variable) if settings.token_variable else _credentials()
@@ -61,9 +59,7 @@ class CloudDlp:
     def inspect(self, texts: Sequence[str]) -> list[list[Span]]:
         """Finds personal data. Returns the spans in each text, which may overlap.
 
-        Raises:
-            ValueError: the service refuses the request, or gives no answer in several attempts.
-            Stopped: a signal came while it waited.
+        Raises ValueError: the service refuses, or gives no answer in several attempts. Stopped: a signal came.
         """
         found: list[list[Span]] = [[] for _ in texts]
         for pieces in _requests(texts):
@@ -211,9 +207,8 @@ def _credentials() -> Callable[[dict[str, str]], None]:
 def _token(variable: str) -> Callable[[dict[str, str]], None]:
     """Returns what adds the token in an environment variable to headers."""
     if not (token := os.environ.get(variable, "").strip()):
-        raise ValueError(
-            f"prepare.cloud_dlp.token_variable: got no {variable} in the environment, expected a token in it"
-        )
+        got = f"got no {variable} in the environment"
+        raise ValueError(f"prepare.cloud_dlp.token_variable: {got}, expected a token in it")
     return lambda headers: headers.update(Authorization=f"Bearer {token}")
 
 

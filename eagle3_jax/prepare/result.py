@@ -29,11 +29,9 @@ class Result:
     """Counts of the records, which are added up over their parts, and the files for the next verb.
 
     Attributes:
-        read: records of each source. rejected: of each reason. personal_data: findings of each kind.
         categories: of the prompts of TRAIN and of HELD_OUT.
         provenance: prompts that are kept of each source, by their licences.
         characters: prompts that are kept of each category, by the least power of two not below their characters.
-        files: relative to the folder.
     """
 
     read: _Counts = dataclasses.field(default_factory=collections.Counter)
@@ -62,12 +60,10 @@ class Result:
 
     def for_manifest(self) -> dict[str, Any]:
         """The counts under the names that the manifest has."""
-        return {
-            "prompts": {name.removesuffix(".jsonl"): count for name, count in self.counts.items()},
-            "categories": {name.removesuffix(".jsonl"): found for name, found in self.categories.items()},
-            "sources": self.read,
-            **{name: getattr(self, name) for name in ("rejected", "personal_data", "provenance", "characters")},
-        }
+        found = {name: getattr(self, name) for name in ("rejected", "personal_data", "provenance", "characters")}
+        for name, counted in (("prompts", self.counts), ("categories", self.categories)):
+            found[name] = {file.removesuffix(".jsonl"): count for file, count in counted.items()}
+        return found | {"sources": self.read}
 
 
 def write(paths: Mapping[str, disk.Path], records: Iterable[Cleaned], split: StratifiedSplit) -> Result:

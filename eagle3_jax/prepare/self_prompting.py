@@ -33,10 +33,7 @@ _TEMPLATE_TOKENS = 32
 
 
 def write(config: RunConfig, source: SelfSource, log: disk.Path) -> list[tuple[list[str], str]]:
-    """Generates conversations until enough of them ended; see `Written`.
-
-    `log` gets a line for each chunk; lines of an interrupted run are read first.
-    """
+    """Generates conversations until enough of them ended; a line of `log` for each chunk is read again by a rerun."""
     chunks: list[list[tuple[list[str], str]]] = disk.read_log(log)
     done = [(turns, reason) for outputs in chunks for turns, reason in outputs]
     processes.barrier()  # the log grows from here on
@@ -56,11 +53,8 @@ def write(config: RunConfig, source: SelfSource, log: disk.Path) -> list[tuple[l
     rows = data_parallel.targets(fetch.load_target(config.target, replica.mesh), replica)
     engines = [Engine.load(row, None, batch_size=batch, max_length=length) for row in rows]
     generate = functools.partial(data_parallel.generate, engines)
-    shown = processes.index() == 0
-    with (
-        disk.Log(log) as stream,
-        tqdm.tqdm(desc="self-prompting", initial=ended, total=source.count, disable=not shown) as bar,
-    ):
+    shown = {"desc": "self-prompting", "disable": processes.index() > 0}
+    with disk.Log(log) as stream, tqdm.tqdm(initial=ended, total=source.count, **shown) as bar:
 
         def progress(ended: bool) -> None:
             command.stop_point()
@@ -116,10 +110,8 @@ def _converse(
     for row, answer in first.items():
         talks[row].append({"role": "user", "content": openings[row] + answer.text})
     rows = [row for row, answer in first.items() if answer.finish_reason == "stop"]
-    for role, prompt_ids in (source.turns - 1) * (
-        ("assistant", chat_template.prompt_ids),
-        ("user", chat.user_opening_ids),
-    ):
+    speakers = ("assistant", chat_template.prompt_ids), ("user", chat.user_opening_ids)
+    for role, prompt_ids in (source.turns - 1) * speakers:
         answers = ask({row: prompt_ids(tokenizer, talks[row]) for row in rows})
         rows = [row for row in answers if answers[row].finish_reason == "stop" and answers[row].text.strip()]
         for row in rows:
