@@ -53,20 +53,10 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     draft = settings.draft
     if draft is None:
         draft, _ = chosen_draft(None, config.folder("export"), target)
-    engines = [
-        Engine.load(
-            row,
-            None if draft == "none" else draft,
-            trees[0] if len(trees) == 1 else trees or "auto",
-            settings.batch_size,
-            settings.max_length,
-            token_map=settings.token_map,
-            memory_fraction=settings.memory_fraction,
-            draft_weights=settings.draft_weights,
-            adapt=settings.adapt,
-        )
-        for row in data_parallel.targets(target, replica)
-    ]
+    sizes: Any = trees[0] if len(trees) == 1 else trees or "auto", settings.batch_size, settings.max_length
+    how: Any = {name: getattr(settings, name) for name in ("token_map", "memory_fraction", "draft_weights", "adapt")}
+    draft = None if draft == "none" else draft
+    engines = [Engine.load(row, draft, *sizes, **how) for row in data_parallel.targets(target, replica)]
     pool = EnginePool(engines, settings.queue_limit)
     say(f"loaded after {time.monotonic() - start:.0f} s")
     pool.warm_up(folder, progress=say, background=True)

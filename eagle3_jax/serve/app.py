@@ -27,19 +27,9 @@ from eagle3_jax.decoding.arguments import check_ids
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.request import Request as EngineRequest
-from eagle3_jax.serve import protocol
+from eagle3_jax.serve import bodies, protocol
 from eagle3_jax.serve.answers import Answers, submit, submitted
-from eagle3_jax.serve.bodies import (
-    DONE,
-    ApiError,
-    ChatShape,
-    CompletionShape,
-    Envelope,
-    Shape,
-    Tokens,
-    sent_event,
-    shown_drafts,
-)
+from eagle3_jax.serve.bodies import ApiError, ChatShape, CompletionShape, Envelope, Shape
 from eagle3_jax.serve.limits import Gate, Rate, read_body
 from eagle3_jax.serve.metrics import Metrics
 
@@ -58,15 +48,10 @@ _log = logging.getLogger(__name__)
 def make_app(
     pool: EnginePool, model: str, settings: ServeConfig, keys: Sequence[str] = (), defaults: dict | None = None
 ) -> Starlette:
-    """Makes the ASGI application.
+    """Makes the ASGI application, the only one of a pool that is warmed up; without keys authentication is off.
 
     Its `state` has `answering`, which counts the requests that are being answered, and `end_answers`, which ends them
-    and all later ones with an error.
-
-    Args:
-        pool: used by this application alone; warmed up, at least so far that no request waits for a compilation.
-        keys: accepted API keys; empty turns authentication off.
-        defaults: sampling parameters of requests that leave them out, see `decoding.defaults`.
+    and all later ones with an error. `defaults` are sampling parameters of requests that leave them out.
     """
     server = _Server(pool, model, settings, defaults or {})
     api = [
@@ -103,7 +88,7 @@ class _Server:
         self.pool, self.model, self.settings, self.defaults = pool, model, settings, defaults
         self._names = (None, model, model.rstrip("/").rpartition("/")[2])  # a folder by its last name, too
         self.metrics = Metrics(*pool.engines)
-        self._tokens = Tokens(pool.tokenizer)
+        self._tokens = bodies.Tokens(pool.tokenizer)
         self._created = int(time.time())
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: weakref.WeakSet[Answers] = weakref.WeakSet()
@@ -171,10 +156,10 @@ class _Server:
 
     async def health(self, _: Request) -> Response:
         """Reports healthy while rounds make progress or no request runs; says how far the warm-up is until it ends."""
-        stalled, compiling = self.pool.stalled, self.pool.compiling
+        stalled = self.pool.stalled
         healthy = stalled <= self.settings.stall_timeout
         state: dict[str, Any] = {"healthy": healthy, "stalled_seconds": round(stalled, 3)}
-        if compiling is not None:
+        if (compiling := self.pool.compiling) is not None:
             state["compiling"] = compiling
         return JSONResponse(state, 200 if healthy else 503)
 
@@ -254,7 +239,7 @@ async def _events(answers: Answers, envelope: Envelope, body: protocol.RequestBo
                     more = {"usage": answers.usage(written)}
                 choice = shape.part(index, piece)
                 if options.include_drafts:
-                    choice["drafts"] = shown_drafts(shape.tokens, piece)
+                    choice["drafts"] = bodies.shown_drafts(shape.tokens, piece)
                 if body.return_token_ids:  # the prompt's in the first event of a choice
                     choice["token_ids"] = piece.token_ids
                     if index in prompts and not shape.prompt_beside:
@@ -263,8 +248,8 @@ async def _events(answers: Answers, envelope: Envelope, body: protocol.RequestBo
         if options.include_usage:
             yield envelope.event(usage=answers.usage())
     except ApiError as error:
-        yield sent_event(error.body)
-    yield DONE
+        yield bodies.sent_event(error.body)
+    yield bodies.DONE
 
 
 class _EventStream(StreamingResponse):

@@ -44,19 +44,15 @@ class Tokens:
 def shown_drafts(tokens: Tokens, piece: Piece) -> dict[str, Any]:
     """Describes the drafts of a piece, an extension of OpenAI's events.
 
-    Returns:
-        `tokens`: for each the `bytes` (empty for a special token) and the `depth` of its draft, 0 for the target's own.
-        `tree`: `texts`, `parents` (-1: the root) and `accepted` of the last round's nodes; None before the first round.
+    A token has its `bytes` (none of a special token) and the `depth` of its draft, 0 for the target's own. The `tree`
+    is of the last round's nodes (a parent of -1: the root), None before the first.
     """
-    shown = [
-        {"bytes": list(tokens.show(token)[1] or b""), "depth": depth}
-        for token, depth in zip(piece.token_ids, piece.depths, strict=True)
-    ]
-    tree = None
-    if piece.tree is not None:
-        texts = [tokens.show(token)[0] for token in piece.tree.token_ids]
-        tree = {"texts": texts, "parents": piece.tree.parents, "accepted": piece.tree.accepted}
-    return {"tokens": shown, "tree": tree}
+    pairs = zip(piece.token_ids, piece.depths, strict=True)
+    shown = [{"bytes": list(tokens.show(token)[1] or b""), "depth": depth} for token, depth in pairs]
+    if piece.tree is None:
+        return {"tokens": shown, "tree": None}
+    texts = [tokens.show(token)[0] for token in piece.tree.token_ids]
+    return {"tokens": shown, "tree": {"texts": texts, "parents": piece.tree.parents, "accepted": piece.tree.accepted}}
 
 
 def _byte_letters() -> dict[str, int]:
@@ -77,12 +73,8 @@ class ChatShape:
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.text} | _reasoning(output)
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(output.logprobs),
-            "finish_reason": output.finish_reason,
-        }
+        logprobs = self._logprobs(output.logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Makes the event before an answer's first token."""
@@ -148,12 +140,9 @@ class CompletionShape:
             tokens.append(text)
             offsets.append(self._written.get(index, 0))
             self._written[index] = offsets[-1] + (0 if raw is None else len(text))
-        return {
-            "tokens": tokens,
-            "token_logprobs": [found.logprob for found in logprobs],
-            "top_logprobs": [{self.tokens.show(token)[0]: value for token, value in found.top} for found in logprobs],
-            "text_offset": offsets,
-        }
+        best = [{self.tokens.show(token)[0]: value for token, value in found.top} for found in logprobs]
+        values = [found.logprob for found in logprobs]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
 
 
 Shape = ChatShape | CompletionShape
@@ -193,22 +182,10 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """A refused or failed request; `body` is its error in OpenAI's shape.
-
-    Args:
-        param: the wrong field.
-        code: for programs.
-        wait: seconds until a retry is useful; None gives no hint.
-    """
+    """A refused or failed request; `body` is its error in OpenAI's shape, `wait` the seconds until a retry helps."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        wait: float | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, wait: float | None = None
     ) -> None:
         super().__init__(message)
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")

@@ -24,6 +24,7 @@ from eagle3_jax.serve.bodies import ApiError
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # strings, characters: every token is searched for all stop strings
 
 _Body = TypeVar("_Body", bound=pydantic.BaseModel)
+_TokenId, _Bias = Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]
 
 _TEXT_ONLY = "this server reads and writes text only"
 # Reason to refuse fields -> each with its values that have no effect.
@@ -157,13 +158,7 @@ class RequestBody(pydantic.BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_BIASED),
-        ]
-        | None
-    ) = None
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASED)] | None = None
     seed: int | None = None  # drawn by default, and for -1 (as in vLLM); equal seeds give equal answers
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
@@ -199,9 +194,8 @@ class RequestBody(pydantic.BaseModel):
     def params(self, longest: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """Makes the sampling parameters of each answer. Raises ApiError: the engine refuses one.
 
-        Args:
-            longest: default of `max_tokens`; the engine ends an answer at its context's end.
-            defaults: of fields that the body leaves out; `max_tokens` limits every answer, as in vLLM.
+        `longest` is the default of `max_tokens`. `defaults` are of fields that the body leaves out; their `max_tokens`
+        limits every answer, as in vLLM.
         """
         fields = ("min_tokens", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         given = {field: getattr(self, field) for field in (*fields, "logit_bias", "stop", "ignore_eos")}
