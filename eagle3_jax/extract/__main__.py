@@ -41,14 +41,10 @@ _SAMPLE = 64
 
 
 def extract(config: RunConfig, target: Target | None = None) -> None:
-    """Extracts the features of `config`'s conversations into its features folder.
+    """Extracts the features of `config`'s conversations into its features folder. Without `target` it loads one.
 
-    Args:
-        target: an already loaded target; None loads `config.target`.
-
-    Raises:
-        ManifestError: unfinished conversations, conversations of another target, or a folder of other work.
-        ValueError: no conversation could be used.
+    Raises ManifestError: unfinished conversations, conversations of another target, or a folder of other work.
+    ValueError: no conversation could be used.
     """
     conversations, folder = config.folder("regenerate"), config.folder("extract")
     made_from = manifest.read(conversations, made_by="regenerate")
@@ -107,8 +103,7 @@ class _Extraction:
     def _foretell(self) -> list[int]:
         """Estimates and prints the size of the features from a sample of conversations; returns the sample's lengths.
 
-        Raises:
-            ValueError: the features would not fit the free space, where the file system tells it.
+        Raises ValueError: they would not fit the free space, where the file system tells it.
         """
         config, model = self._config.extract, self._target.model.config
         each = features.token_bytes(len(model.aux_layers), model.hidden_size, config.states)
@@ -176,13 +171,10 @@ class _Extraction:
         token_ids = vocab.choose_draft_vocabulary(counts, self._config.draft.vocab_size)
         vocab.save(folder, token_ids)
         sidecars = [path for split in SPLITS for path in sorted((folder / split).glob("*.json"))]
-        manifest.finish(
-            folder,
-            files=[vocab.NAME, *(str(path.relative_to(folder)) for path in sidecars)],
-            draft_vocabulary_coverage=vocab.coverage(counts, token_ids),
-            **({"mix": self._kept} if self._kept else {}),
-            **results,
-        )
+        results["draft_vocabulary_coverage"] = vocab.coverage(counts, token_ids)
+        results |= {"mix": self._kept} if self._kept else {}
+        files = [vocab.NAME, *(str(path.relative_to(folder)) for path in sidecars)]
+        manifest.finish(folder, files=files, **results)
 
 
 def _summarise(folder: disk.Path, all_notes: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -95,10 +95,7 @@ def run(
     place: Callable[[np.ndarray], Any],
     progress: ConversationBar,
 ) -> None:
-    """Computes and writes all shards of a replica.
-
-    `padded`: lengths to pad to, see `hidden_states.choose_lengths`. `place` puts a batch of tokens on the devices.
-    """
+    """Computes and writes all shards of a replica; `place` puts a batch of tokens on the devices."""
     lanes = collections.deque(range(WRITERS * len(replica.processes)))
     prepared = _prepared(shards, config, target, replica, padded)
     active: collections.deque[_Lane] = collections.deque()
@@ -179,15 +176,10 @@ class _Stopped(Exception):
 
 
 def _write(
-    shard: Shard,
-    handed: queue.Queue[Any],
-    target: Target,
-    states: str,
-    progress: ConversationBar,
-    stopped: threading.Event,
+    shard: Shard, handed: queue.Queue[Any], target: Target, states: str, bar: ConversationBar, stopped: threading.Event
 ) -> None:
     """Writes a shard, whose batches are handed over with what was computed of them."""
-    progress.begin(shard)
+    bar.begin(shard)
     computed = sum(batch.rows * batch.length for batch in shard.batches) if states != "none" else 0
     provenance: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     categories: collections.Counter[str] = collections.Counter()
@@ -207,10 +199,9 @@ def _write(
         counts = np.zeros(target.model.config.vocab_size, np.int64)
         for batch, outputs in batches():
             for conversation, record in hidden_states.records(shard.conversations, batch, outputs):
-                progress.add(len(conversation.token_ids))
+                bar.add(len(conversation.token_ids))
                 if record is None:
-                    reason = "NaN or infinity in the hidden states"
-                    shard.rejects.append({"id": conversation.name, "reason": reason})
+                    shard.rejects.append({"id": conversation.name, "reason": "NaN or infinity in the hidden states"})
                     continue
                 notes["ids"].append(conversation.name)
                 notes["tokens"] += len(conversation.token_ids)
@@ -226,11 +217,7 @@ def _write(
 
 
 def _prepared(
-    shards: Iterable[Shard],
-    config: ExtractConfig,
-    target: Target,
-    replica: Replica,
-    padded: Sequence[int],
+    shards: Iterable[Shard], config: ExtractConfig, target: Target, replica: Replica, padded: Sequence[int]
 ) -> Generator[Shard, None, None]:
     """Tokenises shards in order, some ahead."""
     multiple = replica.mesh.shape["data"]
