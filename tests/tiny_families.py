@@ -131,6 +131,8 @@ def config_of(family: Family, **changes: Any) -> ModelConfig:
         "tie_word_embeddings": False,
     }
     values |= OWN.get(family.config.architecture, {}) | changes
+    if "vocab_size_per_layer_input" in values:
+        values["vocab_size_per_layer_input"] = values["vocab_size"]
     if "layer_types" in values:
         values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
     return read_shape(values, AUX_LAYERS)
