@@ -36,24 +36,24 @@ SHAPE: dict[str, Any] = tiny.CONFIG | {
 }
 
 
-def write_qwen(folder: pathlib.Path) -> None:
-    """Takes the place of the Llama in a folder: its words, behind layers of Gated DeltaNet and of attention."""
-    config, rng = read_shape(SHAPE, (1, 2, 3)), np.random.default_rng(0)
+def write_as(folder: pathlib.Path, shape: dict[str, Any]) -> None:
+    """Takes the place of the Llama in a folder: its words, behind the layers of another family."""
+    config, rng = read_shape(shape, (1, 2, 3)), np.random.default_rng(0)
     words = tiny.make_weights(tiny.make_tokenizer())
     tensors = {}
     entries = family_of(config).table(config).values()
-    for name, shape in (item for entry in entries for item in entry.tensors.items()):
-        if "norm" in name:
-            tensors[name] = np.full(shape, float("linear_attn" in name))  # the others multiply by 1 + the weight
+    for name, size in (item for entry in entries for item in entry.tensors.items()):
+        if "norm" in name or "scal" in name:
+            tensors[name] = np.full(size, float("linear_attn" in name or "Qwen" not in shape["architectures"][0]))
         elif name.endswith(("A_log", "dt_bias")):
-            tensors[name] = rng.uniform(-2, 1, shape)
+            tensors[name] = rng.uniform(-2, 1, size)
         else:
             scale = 0.2 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) else 1.0
-            tensors[name] = scale * rng.normal(size=shape) / np.sqrt(shape[-1])
-    tensors |= {name: words[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+            tensors[name] = scale * rng.normal(size=size) / np.sqrt(size[-1])
+    tensors |= {name: words[name] for name in ("model.embed_tokens.weight", "lm_head.weight") if name in tensors}
     rounded = {name: np.ascontiguousarray(x.astype(ml_dtypes.bfloat16)) for name, x in tensors.items()}
     save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "config.json").write_text(json.dumps(shape))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder.mkdir()
     sizes = {"max_tokens": 96, "max_length": 192, "batch_size": 16}
     config = tiny.write_run(folder, prompts=260, target={"dtype": "bfloat16"}, regenerate=sizes)
-    write_qwen(folder / "target")
+    write_as(folder / "target", SHAPE)
     for verb in ("prepare", "regenerate"):
         tiny.verb_in(config, verb)
     return folder
