@@ -21,10 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.require("report", *["serve"] * (what == "serve"))
     with command.run("benchmark", resumes=what != "tune"):
         if what == "decode":
-            table, files = (
-                decode.table(decode.run(config, asked.prompts, asked.compare)),
-                ["decode.jsonl", "decode.png"],
-            )
+            table = decode.table(decode.run(config, asked.prompts, asked.compare))
+            files = ["decode.jsonl", "decode.png"]
         elif what == "tune":
             table, files = tune.table(tune.run(config, asked.prompts)), ["tune.json", "tuned.yaml"]
         else:

@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle3_jax.acceptance import AcceptanceCounts
-from eagle3_jax.config import RunConfig, run_file
+from eagle3_jax.config import BenchmarkConfig, RunConfig, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import profile
@@ -58,29 +58,21 @@ Way = Callable[[], Answers]
 def run(
     config: RunConfig, prompts_path: str | disk.Path, compare: str | None = None, target: Target | None = None
 ) -> dict[str, Any]:
-    """Measures, and writes the files.
+    """Measures, writes the files, and returns the content of `decode.json`.
 
     The figures of a batch size are kept in `decode_<batch>.json`; a later run does not measure them again.
+    `compare="transformers"` measures Hugging Face transformers too, plain and with prompt lookup (batch 1), with the
+    extra `reference`. Without `target` it loads `config.target`.
 
-    Args:
-        compare: "transformers" measures Hugging Face transformers too, plain and with prompt lookup (batch 1). It needs
-            the extra `reference`.
-        target: an already loaded target; None loads `config.target`.
-
-    Returns:
-        The content of `decode.json`.
-
-    Raises:
-        ManifestError: the draft is missing, or was made for another target.
-        ValueError: no usable prompts, or a comparison that cannot be.
+    Raises ManifestError: the draft is missing, or was made for another target. ValueError: no usable prompts, or a
+    comparison that cannot be.
     """
     settings, folder = config.benchmark, config.folder("benchmark")
     if compare is not None and importlib.util.find_spec("torch") is None:
         raise ValueError("--compare transformers: got no PyTorch, expected the extra `reference`")
     if compare is not None and settings.temperature > 0:
-        raise ValueError(
-            f"--compare transformers: got benchmark.temperature {settings.temperature}, expected 0 (greedy)"
-        )
+        got = f"got benchmark.temperature {settings.temperature}"
+        raise ValueError(f"--compare transformers: {got}, expected 0 (greedy)")
 
     def measure(what: Material) -> None:
         identity = what.identity | {"compare": compare}
@@ -134,10 +126,8 @@ class Material:
         longest = target.model.config.max_position_embeddings - settings.max_tokens
         fitting, left_out = sources.encode(asked, target.tokenizer, longest, f"--prompts {prompts_path}")
         if any(left_out.values()):
-            long, refused = left_out["too_long"], left_out["refused"]
-            processes.say(
-                f"{prompts_path}: left out: {long} longer than {longest} tokens, {refused} refused by the template"
-            )
+            long, refused = f"{left_out['too_long']} longer than {longest} tokens", left_out["refused"]
+            processes.say(f"{prompts_path}: left out: {long}, {refused} refused by the template")
         identity = {
             "benchmark": run_file.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
             "target": target.identity,
@@ -151,26 +141,22 @@ class Material:
         """Returns `count` prompts from number `start` on, and begins anew behind the last."""
         return [self.prompts[i % len(self.prompts)] for i in range(start, start + count)]
 
+    def engine(
+        self, prompts: list[list[int]], trees: Any, batch: int, settings: BenchmarkConfig, **options: Any
+    ) -> Engine:
+        """Loads an engine for these prompts, which repeat: reading them is part of what is measured."""
+        options |= {"token_map": settings.token_map, "prefix_cache": False}
+        length = max(map(len, prompts)) + settings.max_tokens
+        return Engine.load(self.target, self.draft, trees, batch, length, **options)
+
 
 def measure_batch(config: RunConfig, what: Material, batch: int, compare: str | None) -> dict[str, Any]:
-    """Measures one batch size: all ways answer the prompts in turns.
-
-    Returns:
-        `batch_size`, `requests`, `bandwidth` (measured, bytes a second), and `ways`, a record for each.
-    """
+    """Measures one batch size: all ways answer the prompts in turns. `bandwidth` is measured, in bytes a second."""
     settings = config.benchmark
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
     prompts = what.asked(max(batch, settings.requests))
-    engine = Engine.load(
-        what.target,
-        what.draft,
-        settings.trees or "auto",
-        batch,
-        max(map(len, prompts)) + settings.max_tokens,
-        token_map=settings.token_map,
-        prefix_cache=False,  # prompts repeat, and their prefill is part of the measurement
-        simulated_acceptance=settings.simulated_acceptance,
-    )
+    simulated = settings.simulated_acceptance
+    engine = what.engine(prompts, settings.trees or "auto", batch, settings, simulated_acceptance=simulated)
     engine.warm_up(greedy_alone=params.greedy)
     tiers = engine.tiers.tiers
     ways: dict[str, Way] = {tier.name: decoding(engine, tier, prompts, params) for tier in tiers}
@@ -187,7 +173,7 @@ def measure_batch(config: RunConfig, what: Material, batch: int, compare: str | 
                     answers[name].append(found)
                     bar.update()
     ceiling = profile.bandwidth()
-    same = answers[VANILLA][-1].texts if params.greedy and settings.simulated_acceptance is None else None
+    same = answers[VANILLA][-1].texts if params.greedy and simulated is None else None
     records: dict[str, dict[str, Any]] = {}
     for name, turns in answers.items():
         found, seconds = turns[-1], [of_turn.seconds for of_turn in turns]
@@ -205,13 +191,10 @@ def measure_batch(config: RunConfig, what: Material, batch: int, compare: str | 
         ratios = [ours / theirs for ours, theirs in zip(vanilla["seconds"], record["seconds"], strict=True)]
         record["speedup"] = statistics.median(ratios) * record["completion_tokens"] / vanilla["completion_tokens"]
     for tier in tiers:
-        cost = engine.profile(tier)
-        records[tier.name] |= size(tier) | {
-            "step_time": cost.seconds,
-            "speed": (records[tier.name]["acc_length"] or 1.0) / cost.seconds,
-            "stages": cost.stages,
-            "bandwidth_share": cost.bytes_read / cost.seconds / ceiling,
-        }
+        cost, record = engine.profile(tier), records[tier.name]
+        speed = (record["acc_length"] or 1.0) / cost.seconds
+        record |= size(tier) | {"step_time": cost.seconds, "speed": speed, "stages": cost.stages}
+        record["bandwidth_share"] = cost.bytes_read / cost.seconds / ceiling
     ways_in_order = [{"name": name, **record} for name, record in records.items()]
     return {"batch_size": batch, "requests": len(prompts), "bandwidth": ceiling, "ways": ways_in_order}
 
@@ -247,16 +230,9 @@ def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_
             longest = max(map(len, group))
             ids = torch.tensor([[0] * (longest - len(x)) + x for x in group])
             mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in group])
+            how = {"do_sample": False, "max_new_tokens": max_tokens, "eos_token_id": ends or None, "pad_token_id": 0}
             with torch.inference_mode():
-                found = model.generate(
-                    ids,
-                    attention_mask=mask,
-                    do_sample=False,
-                    max_new_tokens=max_tokens,
-                    eos_token_id=ends or None,
-                    pad_token_id=0,
-                    **options,
-                )
+                found = model.generate(ids, attention_mask=mask, **how, **options)
             for row in found[:, longest:].tolist():  # behind its end an answer is padded
                 texts.append(row[: 1 + next((i for i, token in enumerate(row) if token in ends), len(row))])
         return Answers(texts, time.perf_counter() - start)
@@ -276,17 +252,11 @@ def table(report: dict[str, Any]) -> str:
         for way in batch["ways"]:
             parts = [way.get("stages", {}).get(stage) for stage in (*profile.STAGES, "host")]
             share, same = way.get("bandwidth_share"), way["identical"]
-            rows.append(
-                (
-                    way["name"],
-                    f"{way['tokens_per_second']:.1f}",
-                    f"{way['speedup']:.2f}x",
-                    "-" if way["acc_length"] is None else f"{way['acc_length']:.2f}",
-                    *("-" if x is None else f"{1e3 * x:.2f}" for x in (way.get("step_time"), *parts)),
-                    "-" if share is None else f"{share:.0%}",
-                    "-" if same is None else f"{same}/{batch['requests']}",
-                )
-            )
+            cells = [way["name"], f"{way['tokens_per_second']:.1f}", f"{way['speedup']:.2f}x"]
+            cells.append("-" if way["acc_length"] is None else f"{way['acc_length']:.2f}")
+            cells += ["-" if x is None else f"{1e3 * x:.2f}" for x in (way.get("step_time"), *parts)]
+            cells.append("-" if share is None else f"{share:.0%}")
+            rows.append((*cells, "-" if same is None else f"{same}/{batch['requests']}"))
         lines += [*command.aligned(rows), ""]
         fixed = [way for way in batch["ways"] if "steps" in way]
         fastest = max(fixed, key=lambda way: way["speedup"])

@@ -45,18 +45,14 @@ def run(
     others: dict[str, str] | None = None,
     keys: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Measures, and writes the files.
+    """Measures, writes the files, and returns the content of `serve.json`.
 
     Args:
         others: name -> URL of further servers, with the version: http://127.0.0.1:8001/v1.
         keys: name -> API key of the servers that want one. Keys are written nowhere.
 
-    Returns:
-        The content of `serve.json`.
-
-    Raises:
-        ValueError: there are no prompts, a name is taken, another process holds the device, or a server does not start
-            or answer.
+    Raises ValueError: there are no prompts, a name is taken, another process holds the device, or a server does not
+    start or answer.
     """
     prompts_path, others, keys = disk.path_of(prompts_path), others or {}, keys or {}
     if taken := {VANILLA, SPECULATIVE} & set(others):
@@ -235,16 +231,9 @@ def table(report: dict[str, Any]) -> str:
         ]
         for name, level in zip(report["ways"], of_ways, strict=True):
             ttft, tpot, vanilla = level["ttft"], level["tpot"], of_ways[0]["tpot"]
-            rows.append(
-                (
-                    name,
-                    f"{level['tokens_per_second']:.1f}",
-                    *(f"{1e3 * x:.0f}" for x in (ttft["p50"], ttft["p95"])),
-                    *("-" if tpot is None else f"{1e3 * tpot[p]:.1f}" for p in ("p50", "p95", "p99")),
-                    "-" if tpot is None or vanilla is None else f"{vanilla['mean'] / tpot['mean']:.2f}x",
-                    f"{level['identical']}/{level['requests']}",
-                    str(level["failed"]),
-                )
-            )
+            cells = [name, f"{level['tokens_per_second']:.1f}", *(f"{1e3 * ttft[p]:.0f}" for p in ("p50", "p95"))]
+            cells += ["-" if tpot is None else f"{1e3 * tpot[p]:.1f}" for p in ("p50", "p95", "p99")]
+            cells.append("-" if tpot is None or vanilla is None else f"{vanilla['mean'] / tpot['mean']:.2f}x")
+            rows.append((*cells, f"{level['identical']}/{level['requests']}", str(level["failed"])))
         lines += ["", *command.aligned(rows)]
     return "\n".join(lines[1:])

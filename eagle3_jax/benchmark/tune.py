@@ -44,10 +44,7 @@ CONFIDENCE = 0.95
 
 
 def ratio(seconds: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Computes the speed-up over another size: the geometric mean over the turns that both had, and its interval.
-
-    `seconds`, `others`: a token in each turn; in a turn both answered the same prompts.
-    """
+    """Computes the speed-up over another size, from seconds a token in each turn: geometric mean and interval."""
     logs = np.log([other / own for own, other in zip(seconds, others, strict=False)])
     mean, half = float(np.mean(logs)), float("inf")
     if len(logs) > 1:
@@ -70,14 +67,9 @@ def left(seconds: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def run(config: RunConfig, prompts_path: str | disk.Path, target: Target | None = None) -> dict[str, Any]:
-    """Races, and writes the files. On several processes one replica of the mesh races.
+    """Races on one replica of the mesh, writes the files, and returns the content of `tune.json`.
 
-    Returns:
-        The content of `tune.json`: for each of `batches` the sizes with their speed, and the `best`.
-
-    Raises:
-        ManifestError: the draft is missing, or was made for another target.
-        ValueError: no usable prompts.
+    Raises ManifestError: the draft is missing, or was made for another target. ValueError: no usable prompts.
     """
     folder = config.folder("benchmark")
 
@@ -94,24 +86,12 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
     """Races the sizes at one batch size."""
     settings = config.benchmark
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
-    engine = Engine.load(
-        what.target,
-        what.draft,
-        settings.trees or (CHAINS if what.draft == LOOKUP else CHAINS + TREES),
-        batch,
-        max(map(len, what.prompts)) + settings.max_tokens,
-        token_map=settings.token_map,
-        prefix_cache=False,
-    )
+    trees = settings.trees or (CHAINS if what.draft == LOOKUP else CHAINS + TREES)
+    engine = what.engine(what.prompts, trees, batch, settings)
     on_mesh = mesh_of(engine.target.embed[...]) is not None
-    default = Engine(  # of a user who names no size, over the same weights
-        engine.target,
-        engine.tokenizer,
-        (fetch(engine.draft) if on_mesh else engine.draft) or LOOKUP,  # an engine shards a draft that is whole here
-        batch_size=engine.batch_size,
-        max_length=engine.max_length,
-        prefix_cache=False,
-    )
+    draft = (fetch(engine.draft) if on_mesh else engine.draft) or LOOKUP  # an engine shards a draft that is whole here
+    sizes = {"batch_size": engine.batch_size, "max_length": engine.max_length, "prefix_cache": False}
+    default = Engine(engine.target, engine.tokenizer, draft, **sizes)  # of a user who names none, over the same weights
     for each in (engine, default):
         each.warm_up(greedy_alone=params.greedy)
     tiers = {tier.name: tier for tier in engine.tiers.tiers}
@@ -144,23 +124,15 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
         for turn in range(raced, raced + FRESH_TURNS):
             take(turn, list(lead), lead)
             bar.update()
-    sizes: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for name, tier in tiers.items():
-        counted, speed = AcceptanceCounts.total(counts[name]), ratio(found[name], found[decode.VANILLA])
-        sizes.append(
-            {
-                "name": name,
-                **decode.size(tier),
-                "turns": len(found[name]),
-                "acc_length": counted.tau if counted.rounds else None,
-                "tokens_per_second": 1 / statistics.median(found[name]),
-                "speedup": speed[0],
-                "interval": speed[1:],
-                "behind": ratio(found[best], found[name])[0],
-            }
-        )
+        counted, (speedup, *interval) = AcceptanceCounts.total(counts[name]), ratio(found[name], found[decode.VANILLA])
+        record = {"name": name, **decode.size(tier), "turns": len(found[name]), "speedup": speedup}
+        record |= {"acc_length": counted.tau if counted.rounds else None, "interval": interval}
+        record |= {"tokens_per_second": 1 / statistics.median(found[name])}
+        records.append(record | {"behind": ratio(found[best], found[name])[0]})
     over, *interval = ratio(*lead.values())
-    return {"batch_size": batch, "best": best, "over_auto": {"ratio": over, "interval": interval}, "sizes": sizes}
+    return {"batch_size": batch, "best": best, "over_auto": {"ratio": over, "interval": interval}, "sizes": records}
 
 
 def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
@@ -189,17 +161,9 @@ def table(report: dict[str, Any]) -> str:
             (f"batch {batch['batch_size']}", "turns", "tokens/s", "speed-up", "95 % interval", "acc_length")
         ]
         for size in sorted(batch["sizes"], key=lambda size: size["behind"]):
-            low, high = size["interval"]
-            rows.append(
-                (
-                    size["name"],
-                    str(size["turns"]),
-                    f"{size['tokens_per_second']:.1f}",
-                    f"{size['speedup']:.2f}x",
-                    f"{low:.2f} to {high:.2f}",
-                    "-" if size["acc_length"] is None else f"{size['acc_length']:.2f}",
-                )
-            )
+            cells = size["name"], str(size["turns"]), f"{size['tokens_per_second']:.1f}", f"{size['speedup']:.2f}x"
+            tau = "-" if size["acc_length"] is None else f"{size['acc_length']:.2f}"
+            rows.append((*cells, "{:.2f} to {:.2f}".format(*size["interval"]), tau))
         lines += [*command.aligned(rows), ""]
         over, (low, high) = batch["over_auto"]["ratio"], batch["over_auto"]["interval"]
         comparison = f"{over:.2f} times as fast as the default, the engine's own choice"
