@@ -55,13 +55,9 @@ IN_FLIGHT = 2
 def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
     """Trains `config`'s draft head into its checkpoints folder. Returns the results, as in the manifest.
 
-    Args:
-        target: an already loaded target; None loads the parts of `config.target` that training needs.
-
-    Raises:
-        ManifestError: unfinished features, features of another target, a folder of other work, or no held-out prompts
-            for the engine.
-        ValueError: sizes that do not fit each other; nothing to train on.
+    Without `target` it loads the parts that training needs. Raises ManifestError: unfinished features, features of
+    another target, a folder of other work, or no held-out prompts for the engine. ValueError: sizes that do not fit
+    each other; nothing to train on.
     """
     run = config.train
     if run.wandb is not None:
@@ -168,10 +164,8 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
         done = int(state.step)
-        processes.say(
-            f"train: {total} steps of {run.batch_size} x {run.row_length} tokens, {rows.padding:.1%} padding"
-            + (f", going on at step {done}" if done else "")
-        )
+        sizes = f"{total} steps of {run.batch_size} x {run.row_length} tokens, {rows.padding:.1%} padding"
+        processes.say(f"train: {sizes}" + f", going on at step {done}" * (done > 0))
         parts = batches(rows, run.batch_size, feed.rows, start=done)
 
         # --------------------------------------------------------------------------------------------------- compile
@@ -229,17 +223,12 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
                     tokens, seconds = tokens + summary["tokens"], seconds + passed
                     rate = summary["tokens"] / passed
                     used = utilisation(count * operations, passed, list(mesh.devices.flat))
-                    summary |= {
-                        "learning_rate": float(np.asarray(schedule(end - 1))),
-                        "tokens_per_second": rate,
-                        "data_wait": sum(one.waited for one in of_row) / passed,
-                        **used,
-                    }
+                    summary |= {"learning_rate": float(np.asarray(schedule(end - 1))), "tokens_per_second": rate}
+                    summary |= {"data_wait": sum(one.waited for one in of_row) / passed, **used}
                     writer.write(end, "train", summary)
-                    progress.set_postfix_str(
-                        f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s, "
-                        + (f"MFU {used['mfu']:.0%}" if "mfu" in used else f"{used['teraflops']:.3f} TFLOP/s a device")
-                    )
+                    of_peak = f"MFU {used['mfu']:.0%}" if "mfu" in used else f"{used['teraflops']:.3f} TFLOP/s a device"
+                    learnt = f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}"
+                    progress.set_postfix_str(f"{learnt}, {rate:.0f} tokens/s, {of_peak}")
                 if all_are_due:
                     paused = time.monotonic()
                     if evaluates:
@@ -258,15 +247,9 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
         checkpoints.wait_until_finished()
 
     # -------------------------------------------------------------------------------------------------------- finish
-    results = {
-        "steps": total,
-        "tokens": rows.tokens,
-        "padding_share": rows.padding,
-        "tokens_per_second": tokens / seconds if seconds else None,
-        "train": summary,
-        "held_out": evaluation,
-        "served": decoded,
-    }
+    results = {"steps": total, "tokens": rows.tokens, "padding_share": rows.padding}
+    results |= {"tokens_per_second": tokens / seconds if seconds else None}
+    results |= {"train": summary, "held_out": evaluation, "served": decoded}
     return processes.agree(lambda: manifest.finish(folder, files=[vocab.NAME], **results) or results)
 
 
@@ -316,10 +299,8 @@ def _summarise(sums: list[Any], rows: PackedRows, batch_size: int, first: int, s
     except NotFinite as error:
         batch = first + error.index
         names = [rows.source.name(r) for row in rows.plan[batch * batch_size :][:batch_size] for r in row]
-        raise ValueError(
-            f"{split}, batch {batch + 1}: {error}, expected finite numbers; training stops, the checkpoints before it "
-            f"stay. Its records: {'; '.join(names)}"
-        ) from error
+        expected = "expected finite numbers; training stops, the checkpoints before it stay"
+        raise ValueError(f"{split}, batch {batch + 1}: {error}, {expected}. Its records: {'; '.join(names)}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -39,11 +39,8 @@ def held_out_prompts(config: RunConfig) -> disk.Path:
 class Served:
     """Engines that draft with one head after the other; the rows of the mesh share the prompts, an engine each.
 
-    Args:
-        head: the head to compile for.
-        token_ids: the draft vocabulary, int32 [Vd].
-
-    Raises ValueError: no held-out prompt is short enough.
+    They compile for `head`, and the draft vocabulary `token_ids`, int32 [Vd]. Raises ValueError: no prompt is short
+    enough.
     """
 
     def __init__(self, config: RunConfig, kind: TrainingKind, head: Any, token_ids: np.ndarray) -> None:
@@ -59,12 +56,9 @@ class Served:
         self._params = SamplingParams(max_tokens=_TOKENS)
         steps = kind.num_drafts
         chain = DraftTree(num_steps=steps, topk=1, num_draft_tokens=steps + 1)
-        longest = max(map(len, self._prompts), default=1) + _TOKENS
-        draft = self._draft(head)
-        self._engines = [
-            Engine(row.model, row.tokenizer, draft, chain, batch_size=_BATCH, max_length=longest)
-            for row in (target, *others)
-        ]
+        sizes = {"batch_size": _BATCH, "max_length": max(map(len, self._prompts), default=1) + _TOKENS}
+        draft, rows = self._draft(head), (target, *others)
+        self._engines = [Engine(row.model, row.tokenizer, draft, chain, **sizes) for row in rows]
 
     def _draft(self, head: Any) -> Draft:
         return self._kind.draft(fetch(head), self._output_rows, self._token_ids)

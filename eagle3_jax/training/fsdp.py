@@ -33,17 +33,11 @@ def on_own_rows(
 ) -> Any:
     """Calls `f(weights, rows, frozen)` with the rows of each data shard, and whole weights gathered once.
 
-    The backward pass sums the weights' gradients over the data axis once, in float32.
-
-    Args:
-        weights: arrays in a pytree, split over the data axis by `TRAINED_SHARDING_RULES`.
-        rows: arrays split over the data axis by dimension `axis`; None stays None.
-        dtype: dtype in which weights are gathered and read.
-        frozen: arrays without a gradient, whole on each data shard.
-        tables: whether `f` reads tables of a row per token; if not, they are not gathered.
-
-    Returns:
-        The results: arrays [x, rows, ...], split as the rows by their second dimension. A shard's sums are [1, 1, ...].
+    The backward pass sums the weights' gradients over the data axis once, in float32. Weights are a pytree, split over
+    that axis by `TRAINED_SHARDING_RULES`, and are gathered and read in `dtype`; tables of a row per token are not
+    unless `f` reads `tables`. Rows are split by dimension `axis`; None stays None. `frozen` arrays have no gradient,
+    and are whole on each data shard. Results are arrays [x, rows, ...], split as the rows by their second dimension; a
+    shard's sums are [1, 1, ...].
     """
     mesh = jax.sharding.get_abstract_mesh()
     ways = mesh.shape.get("data", 1)
@@ -59,14 +53,9 @@ def on_own_rows(
             whole[i] = copy[0]
         return f(jax.tree.unflatten(structure, whole), own, frozen)
 
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        axis_names={"data"},
-        in_specs=(P("data"), P(*[None] * axis, "data"), P()),
-        out_specs=P(None, "data"),
-        check_vma=False,
-    )([_copies(specs[i], jnp.dtype(dtype), leaves[i]) for i in read], rows, frozen)
+    places = {"in_specs": (P("data"), P(*[None] * axis, "data"), P()), "out_specs": P(None, "data")}
+    run = jax.shard_map(local, mesh=mesh, axis_names={"data"}, check_vma=False, **places)
+    return run([_copies(specs[i], jnp.dtype(dtype), leaves[i]) for i in read], rows, frozen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -80,9 +80,8 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class MetricWriter:
     """Appends to `metrics.jsonl` and to TensorBoard files in a folder; only process 0 writes. A context manager.
 
-    Args:
-        done: the step from which a killed run resumes; entries of later steps are dropped, since they are repeated.
-        project: project of Weights & Biases that gets the same numbers, if any.
+    Entries behind step `done`, from which a killed run resumes, are dropped. A `project` of Weights & Biases gets the
+    same numbers.
     """
 
     def __init__(self, folder: str | disk.Path, done: int | None, project: str | None = None) -> None:
@@ -92,10 +91,8 @@ class MetricWriter:
         if self._active and project is not None:  # begins the folder's run, or goes on with it
             place = disk.system_path(folder)
             whole = str(place.resolve() if place else folder)
-            options = {"id": hashlib.sha256(whole.encode()).hexdigest()[:16], "dir": place and whole}
-            self._wandb = import_wandb(project).init(
-                project=project, name=folder.parent.name, resume="allow", **options
-            )
+            options = {"id": hashlib.sha256(whole.encode()).hexdigest()[:16], "dir": place and whole, "resume": "allow"}
+            self._wandb = import_wandb(project).init(project=project, name=folder.parent.name, **options)
             self._wandb.define_metric("*", step_metric="step")
         if self._active:
             path = folder / "metrics.jsonl"
