@@ -97,12 +97,13 @@ def rounds(arguments: Any) -> Iterator[Line]:
     """Greedy rounds of a single request on all chips of a host, by tier."""
     devices = jax.local_devices()
     mesh = make_mesh(MeshConfig(data=1, model=len(devices)), devices)
-    check = functools.partial(_rounds, sized(mesh, small=arguments.small), TREES[:1] if arguments.small else TREES)
+    check = functools.partial(rounds_of, sized(mesh, small=arguments.small), TREES[:1] if arguments.small else TREES)
     with processes.among((processes.index(),)):
         yield from attempt("rounds", check, may_not_fit=True)
 
 
-def _rounds(run: Run, trees: Sequence[DraftTree]) -> Iterator[Line]:
+def rounds_of(run: Run, trees: Sequence[DraftTree]) -> Iterator[Line]:
+    """Measures a vanilla round, and one of each tree."""
     size = {"batch_size": 1, "max_length": LENGTH, "prefix_cache": False}
     engine = Engine(run.target, NO_TOKENIZER, run.draft, trees, **size)
     engine.own_runner.pad(profile.cheapest_rows(engine.own_runner))
@@ -111,7 +112,7 @@ def _rounds(run: Run, trees: Sequence[DraftTree]) -> Iterator[Line]:
         floor = predict(chip_of(run.mesh.devices.flat[0]), read=found.bytes_read, devices=run.mesh.size)
         name = f"rounds of {run.shape.num_hidden_layers} layers x {run.shape.hidden_size} on {run.mesh.size} devices"
         rate = found.bytes_read / found.seconds / 1e9
-        numbers = {"gigabytes_per_second": rate, "stages": found.stages}
+        numbers = {"bytes_read": found.bytes_read, "gigabytes_per_second": rate, "stages": found.stages}
         yield time(f"{name}: {tier.name}", found.seconds, floor, f", {rate:.3g} GB/s", **numbers)
 
 
