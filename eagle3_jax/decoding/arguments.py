@@ -55,9 +55,8 @@ def check_request(
 ) -> None:
     """Checks a prompt, by its name in errors, and its parameters.
 
-    Raises:
-        ValueError: a prompt without room for an answer, tokens that the target does not have, or with `end_ids`, which
-            end every answer, too many stop tokens.
+    Raises ValueError: a prompt without room for an answer, tokens that the target does not have, or with `end_ids`,
+    which end every answer, too many stop tokens.
     """
     if not 1 <= len(ids) < max_length:
         raise ValueError(f"{name}: got {len(ids)} tokens, expected 1 to {max_length - 1} (max_length - 1)")
@@ -65,10 +64,8 @@ def check_request(
     for field, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         if beyond := [token for token in tokens if token >= vocab_size]:
             raise ValueError(f"{field}: got token id {beyond[0]}, expected 0 to {vocab_size - 1}")
-    expected = f"{MAX_STOP_IDS} at most, the model's own {len(end_ids)} included"
-    require(
-        len({*params.stop_token_ids} | end_ids) <= MAX_STOP_IDS, "stop_token_ids", len(params.stop_token_ids), expected
-    )
+    few, own = len({*params.stop_token_ids} | end_ids) <= MAX_STOP_IDS, f"the model's own {len(end_ids)}"
+    require(few, "stop_token_ids", len(params.stop_token_ids), f"{MAX_STOP_IDS} at most, {own} included")
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

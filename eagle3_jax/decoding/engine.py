@@ -122,11 +122,10 @@ class Engine:
         if isinstance(draft, str):
             draft = None
         elif draft is not None and max_length > draft.head.config.max_position_embeddings:
-            warnings.warn(
-                f"max_length: got {max_length}, more than the {draft.head.config.max_position_embeddings} positions "
-                "that the draft declares; behind them fewer drafts may be accepted, the tokens stay the target's",
-                stacklevel=2,
-            )
+            declared = draft.head.config.max_position_embeddings
+            got = f"max_length: got {max_length}, more than the {declared} positions that the draft declares"
+            tells = "behind them fewer drafts may be accepted, the tokens stay the target's"
+            warnings.warn(f"{got}; {tells}", stacklevel=2)
         every, learner, learned = tiers.tiers, None, 0
         require(adapt is None or isinstance(adapt, AdaptConfig), "adapt", adapt, "AdaptConfig, or None")
         if adapt is not None:
@@ -151,11 +150,7 @@ class Engine:
         self._loop, self._warm_up = EngineLoop(self._scheduler), None
 
     def on(self, runner: Runner) -> Engine:
-        """Makes an engine as this one, with what `warm_up` measured.
-
-        Args:
-            runner: another one, of the same models and sizes.
-        """
+        """Makes an engine as this one, with what `warm_up` measured, on another runner of the same models and sizes."""
         engine = Engine.__new__(Engine)
         engine._start(self.tokenizer, runner, copy.deepcopy(self.tiers), *self._limits)
         return engine
@@ -287,12 +282,7 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[Piece]:
         """Answers one prompt piece by piece; the last has a finish reason. Closing the iterator aborts the request.
 
-        Args:
-            prompt, params: see `submit`.
-
-        Raises:
-            ValueError, QueueFullError: see `submit`.
-            Exception: the failure of the device that ended the request.
+        Raises as `submit` does, and the failure of the device that ended the request.
         """
         request = self.submit(prompt, params)
         try:
@@ -343,11 +333,7 @@ class Engine:
         return request
 
     def abort(self, *requests: Request) -> None:
-        """Ends requests with the tokens that they have; a finished request stays as it is.
-
-        Args:
-            *requests: requests of this engine.
-        """
+        """Ends requests of this engine with the tokens that they have; a finished request stays as it is."""
         self._loop.abort(*requests)
 
     def encode(
@@ -377,11 +363,8 @@ class Engine:
     def left(self, prompt: Sequence[int] = ()) -> int:
         """Counts the tokens to read and write until all requests are answered.
 
-        Args:
-            prompt: token ids of one more prompt, of which those count that no page of the caches holds.
-
-        Raises:
-            ValueError: token ids that the target does not have.
+        Of one more prompt, by its token ids, those count that no page of the caches holds. Raises ValueError: token ids
+        that the target does not have.
         """
         arguments.check_ids("prompt", prompt, self.target.config.vocab_size)
         return self._scheduler.left(prompt)
@@ -397,11 +380,7 @@ class Engine:
         self.close()
 
     def fail(self, error: Exception) -> None:
-        """Ends all requests, and refuses further ones: the device is lost. Any thread may call.
-
-        Args:
-            error: what the requests raise.
-        """
+        """Ends all requests by this error, and refuses further ones: the device is lost. Any thread may call."""
         self._scheduler.fail(error)
 
     def close(self) -> None:
@@ -460,13 +439,9 @@ class Engine:
                 self._scheduler.forget_device()
 
     def profile(self, tier: Tier) -> Round:
-        """Measures a greedy round with all slots busy, and its stages; empties the caches.
+        """Measures a greedy round in one of `engine.tiers.tiers`, and its stages, all slots busy; empties the caches.
 
-        Args:
-            tier: one of `engine.tiers.tiers`.
-
-        Raises:
-            RuntimeError: requests run.
+        Raises RuntimeError: requests run.
         """
         with self._loop.exclusive("profile"):
             measured = profile.measure(self.own_runner, tier)
@@ -477,9 +452,6 @@ class Engine:
         """Drafts with another head, such as the next training step's, without compiling again; empties the caches.
 
         On a CPU a matrix is rounded to bfloat16 where the first head's was stored so, since bfloat16 held its numbers.
-
-        Args:
-            draft: a head with the config and dtype of the engine's own.
 
         Raises:
             ValueError: a head of another shape or dtype, an engine without one, or one with `adapt`.
@@ -538,8 +510,7 @@ class Engine:
     ) -> None:
         """Answers named requests; one of them waits while the batch is full, so that a dispatch ends at a free slot.
 
-        Args:
-            take: the next request; None if there is none now. It is asked again after an answer.
+        `take` gives the next request, None if there is none now; it is asked again after an answer.
         """
         left: dict[Request, Name] = {}
         try:
@@ -563,11 +534,7 @@ class Engine:
 
 
 def _learner(
-    adapt: AdaptConfig,
-    target: TargetModel,
-    draft: Draft | None,
-    simulated: float | None,
-    identity: Mapping[str, Any] | None,
+    adapt: AdaptConfig, target: TargetModel, draft: Draft | None, simulated: float | None, identity: Any
 ) -> tuple[Learner, Draft]:
     """Makes the learner of an engine. Returns it and the head to begin with."""
     here = target.embed[...].sharding.is_fully_addressable

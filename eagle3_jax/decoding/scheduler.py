@@ -253,9 +253,9 @@ class Scheduler:
                 self._end(request, "abort" if request.aborted else "timeout")
 
     def learn(self, *, busy: float = 0.0, idle: float = 0.0) -> None:
-        """Lets a live head learn; the next dispatch drafts with a better one. A failure ends the learning alone.
+        """Lets a live head learn, after seconds of turns and without any; the next dispatch drafts with a better one.
 
-        `busy`, `idle`: seconds of turns, and without any, since the last call.
+        A failure ends the learning alone.
         """
         if self._learner is None:
             return
@@ -349,9 +349,8 @@ class Scheduler:
         seen = [request.acceptance for request in requests]
         drafts = any(request.drafts for request in requests)
         length = sum(request.length for request in requests) / len(requests)
-        tier = self._choice.choose(
-            seen, greedy=greedy, behind=bool(behind), rounds=rounds, width=width, length=length, drafts=drafts
-        )
+        how = {"greedy": greedy, "rounds": rounds, "width": width, "length": length, "drafts": drafts}
+        tier = self._choice.choose(seen, behind=bool(behind), **how)
         if tier.head and behind:
             for slot in behind:
                 self._runner.run(calls.catch_up(self._runner.sizes, self._cancelled, slot))
@@ -439,10 +438,7 @@ class Scheduler:
             self._cancelled.add(request.slot)
 
     def _give_up(self, error: BaseException) -> bool:
-        """Ends every request that had begun: after a failure or an interruption the state on the device is lost.
-
-        Returns whether any had.
-        """
+        """Ends every request that had begun, if any: after a failure or an interruption the device's state is lost."""
         dispatched = [request for _, rows, _ in self._reports for request in rows.values()]
         begun = dict.fromkeys([*filter(None, self._slots), *dispatched])
         self._slots = [None] * len(self._slots)

@@ -132,12 +132,10 @@ def decode(
     enough: Int[Array, ""],
     plan: RoundPlan,
 ) -> tuple[State, Int[Array, "r report"]]:
-    """Runs rounds of some requests, until `enough` more of them have ended.
+    """Runs `max_rounds` of some requests, at most `ROUNDS`, until `enough` more of them have ended.
 
-    Args:
-        cancelled: requests that the host ended: their pages may be another's by now.
-        slots: those of the requests, the batch's size for no request; None runs the whole batch.
-        max_rounds: at most `ROUNDS`.
+    `slots` are those of the requests, the batch's size for no request; None runs the whole batch. `cancelled` requests
+    were ended by the host: their pages may be another's by now.
 
     Returns the state, and one row for each of `slots`: see `report.of_decode`.
     """

@@ -81,11 +81,8 @@ class RoundTree:
         tokens, parents, taken = row.tolist()
         kept = [node for node, parent in enumerate(parents) if node == 0 or parent >= 0]
         place = {node: number for number, node in enumerate(kept)} | {-1: -1}
-        return cls(
-            [tokens[node] for node in kept],
-            [place[parents[node]] for node in kept],
-            [bool(taken[node]) for node in kept],
-        )
+        nodes = [(tokens[node], place[parents[node]], bool(taken[node])) for node in kept]
+        return cls(*map(list, zip(*nodes, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,12 +163,9 @@ def graft(
         new.append((jnp.where(idle, -jnp.inf, above), token, jnp.where(idle, NOBODY, node)))
         above = jnp.where(held, jnp.take_along_axis(order, at[:, None], axis=1)[:, 0], above)
         node = jnp.where(held, at, size + i)
-    scores, ids, above_them = (jnp.stack(x, axis=1) for x in zip(*new, strict=True))
-    return (
-        jnp.concatenate([order, scores], axis=1),
-        jnp.concatenate([tokens, ids], axis=1),
-        jnp.concatenate([parents, above_them], axis=1),
-    )
+    pool = zip((order, tokens, parents), zip(*new, strict=True), strict=True)
+    order, tokens, parents = (jnp.concatenate([held, jnp.stack(more, axis=1)], axis=1) for held, more in pool)
+    return order, tokens, parents
 
 
 def _draw_children(

@@ -66,8 +66,7 @@ def generate(
         included, then 0. `rounds` and `accepted` count rounds and accepted drafts. With `logprobs`, `logprobs.chosen`
         and `logprobs.processed` hold those of the same places (see `TokenLogprobs`), undefined behind `num_output`.
 
-    Raises:
-        ValueError: prompts and answers exceed `cache_length` or the target's positions; a tree without a draft.
+    Raises ValueError: prompts and answers exceed `cache_length` or the target's positions; a tree without a draft.
     """
     batch, length = prompts.shape
     need, most = cache_length_needed(length, max_tokens, tree), target.config.max_position_embeddings
@@ -82,13 +81,8 @@ def generate(
     def each(value: Any, dtype: Any) -> Array:
         return jnp.broadcast_to(jnp.asarray(0 if value is None else value, dtype), (batch,))
 
-    sampling = Sampling(
-        each(temperature, jnp.float32),
-        each(top_k, jnp.int32),
-        each(top_p, jnp.float32),
-        each(min_p, jnp.float32),
-        jax.random.split(rng, batch),
-    )
+    of_all = each(temperature, jnp.float32), each(top_k, jnp.int32), each(top_p, jnp.float32), each(min_p, jnp.float32)
+    sampling = Sampling(*of_all, jax.random.split(rng, batch))
     greedy = temperature is None and not logprobs
     eos = jnp.asarray(target.config.eos_token_ids or (-1,), jnp.int32)
     limits = each(max_tokens, jnp.int32), jnp.where(each(ignore_eos, bool)[:, None], -1, eos[None])
@@ -134,6 +128,10 @@ def prefill(
     if logprobs:
         first = found.logits[:, None], found.root[:, None], found.processed[:, None]
         of_tokens = put_logprobs(TokenLogprobs.empty(batch, room, 0), *first, none)
+    history = None
+    if tree is not None and tree.lookup_tokens:
+        history = put_at(jnp.zeros((batch, cache_length + 1), jnp.int32), tokens, none)
+        history = put_at(history, found.root[:, None], prompt_lengths)
     state = State(
         cache=cache,
         lengths=prompt_lengths,
@@ -149,11 +147,7 @@ def prefill(
         logprobs=of_tokens,
         draft_cache=draft_cache,
         draft_state=found.draft_state,
-        history=put_at(
-            put_at(jnp.zeros((batch, cache_length + 1), jnp.int32), tokens, none), found.root[:, None], prompt_lengths
-        )
-        if tree is not None and tree.lookup_tokens
-        else None,
+        history=history,
     )
     return constrain(state, STATE_SHARDING_RULES)
 

@@ -101,28 +101,21 @@ def verify_tree(target: TargetModel, state: State, nodes: TokenTree, plan: Round
     hidden, aux, cache = target(nodes.tokens, of_nodes, state.cache)
     logits = target.logits(hidden)
     if tier.simulated is None:
-        walk, bonus, processed = verify(
-            nodes, logits, steps, sampling, lengths, state.requests.stop_ids, state.token_counts, greedy=greedy
-        )
+        of_requests = sampling, lengths, state.requests.stop_ids, state.token_counts
+        walk, bonus, processed = verify(nodes, logits, steps, *of_requests, greedy=greedy)
     else:
         walk, bonus = pretend(nodes, logits, sampling.uniform(lengths, COINS, steps) < tier.simulated)
         processed = None if greedy is True else jnp.zeros(walk.path.shape)
     counts = jnp.where(state.done, 0, walk.accepted + 1)
     cache = cache.commit(this, walk.path, counts, moves=tier.branches)
     failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
-    verified = Verified(
-        walk,
-        _chosen(nodes.tokens, walk, bonus),
-        whole_states(jnp.take_along_axis(aux, walk.path[:, :, None], axis=1)),
-        None if greedy is True else logits,
-        processed,
-    )
+    features = whole_states(jnp.take_along_axis(aux, walk.path[:, :, None], axis=1))
+    of_walk = walk, _chosen(nodes.tokens, walk, bonus), features
+    verified = Verified(*of_walk, None if greedy is True else logits, processed)
     if state.observed is not None:
-        verified = dataclasses.replace(
-            verified,
-            hidden=jnp.take_along_axis(hidden, walk.path[:, :, None], axis=1),
-            argmax=jnp.take_along_axis(argmax(logits), walk.path, axis=1),
-        )
+        hidden = jnp.take_along_axis(hidden, walk.path[:, :, None], axis=1)
+        best = jnp.take_along_axis(argmax(logits), walk.path, axis=1)
+        verified = dataclasses.replace(verified, hidden=hidden, argmax=best)
     return verified, dataclasses.replace(state, cache=cache, done=state.done | failed, failed=state.failed | failed)
 
 

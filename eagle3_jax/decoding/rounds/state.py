@@ -169,13 +169,8 @@ def put_logprobs(
     # As a matrix: with three dimensions XLA sorts the whole vocabulary on TPUs, and takes long to compile that.
     best, tokens = jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), logprobs.best.shape[-1])
     shape = (*logits.shape[:-1], -1)
-    return dataclasses.replace(
-        logprobs,
-        chosen=put_at(logprobs.chosen, of_chosen[:, :, 0], at),
-        processed=put_at(logprobs.processed, processed, at),
-        tokens=put_at(logprobs.tokens, tokens.reshape(shape), at),
-        best=put_at(logprobs.best, best.reshape(shape) - normalizer, at),
-    )
+    new = of_chosen[:, :, 0], processed, tokens.reshape(shape), best.reshape(shape) - normalizer
+    return TokenLogprobs(*(put_at(rows, x, at) for rows, x in zip(vars(logprobs).values(), new, strict=True)))
 
 
 def put_at(rows: Array, new: Array, at: Int[Array, " b"]) -> Array:

@@ -56,15 +56,10 @@ def verify(
     *,
     greedy: bool | Bool[Array, ""],
 ) -> tuple[Walk, Int[Array, " b"], Float[Array, "b p"] | None]:
-    """Walks each tree.
+    """Walks each tree of depth `steps` by the target's logits at every node; `greedy`: see `RoundPlan`.
 
-    Args:
-        logits: the target's, at every node.
-        steps: depth of the tree.
-        lengths: committed tokens, which choose this round's random numbers.
-        stop_ids: tokens that end the answer; -1 where there is none.
-        token_counts: for the penalties of `sampling.rules`.
-        greedy: see `RoundPlan`.
+    `lengths` are committed tokens, which choose this round's random numbers; `stop_ids` end the answer, -1 where there
+    is none; `token_counts` are for the penalties of `sampling.rules`.
 
     Returns:
         The walk, the bonus token, and the log-probabilities of the accepted drafts and of the bonus behind them under
@@ -174,16 +169,9 @@ def walk_sampled(
         return depth + 1, path, accepted + goes_on.astype(jnp.int32), goes_on, counts, weights, taken, end
 
     batch, _, vocabulary = logits.shape
-    start = (
-        jnp.int32(0),
-        jnp.zeros((batch, steps + 1), jnp.int32),
-        jnp.zeros(batch, jnp.int32),
-        jnp.ones(batch, bool),
-        token_counts,
-        jnp.zeros((batch, vocabulary)),
-        jnp.ones((batch, steps + 1)),
-        jnp.ones((batch, vocabulary)),
-    )
+    walked = jnp.zeros((batch, steps + 1), jnp.int32), jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool)
+    sums = jnp.zeros((batch, vocabulary)), jnp.ones((batch, steps + 1)), jnp.ones((batch, vocabulary))
+    start = jnp.int32(0), *walked, token_counts, *sums
     _, path, accepted, _, _, weights, taken, end = jax.lax.while_loop(proceed, step, start)
     return Walk(path, accepted), weights, taken, end
 
