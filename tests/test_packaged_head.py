@@ -1,4 +1,4 @@
-"""The packaged head: its files, and its acceptance on its target."""
+"""The packaged heads: their files, and their acceptance on their target."""
 
 import pytest
 
@@ -10,10 +10,11 @@ from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import manifest
 
 NAME = "smollm2-135m-instruct"
+FOR_LLAMA_CPP = "smollm2-135m-llama-cpp"
 
 
 def test_its_files_are_whole_small_and_silent_about_where_they_were_made():
-    assert draft_models.packaged_heads() == [NAME]
+    assert draft_models.packaged_heads() == [NAME, FOR_LLAMA_CPP]
     folder = draft_models.HEADS / NAME
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
@@ -28,6 +29,15 @@ def test_its_files_are_whole_small_and_silent_about_where_they_were_made():
     for path in folder.glob("*.*"):
         if path.suffix != ".safetensors":
             assert not any(place in path.read_text() for place in ("/home/", "/root/", "/tmp/", "/work/"))
+
+
+def test_the_one_for_llama_cpp_is_one_file_that_goes_by_its_name():
+    folder = draft_models.resolve(FOR_LLAMA_CPP)
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "head.gguf", "manifest.json"]
+    manifest.read(folder, made_by="export")
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6
+    config = heads.read(folder).config
+    assert (config.norm_before_residual, config.fc_norm, config.norm_output) == (True, False, False)
 
 
 @pytest.mark.long
@@ -46,7 +56,8 @@ def test_a_tree_changes_no_bit():
 
 
 @pytest.mark.long
-def test_it_drafts_by_default_and_changes_no_token():
+@pytest.mark.parametrize(("draft", "tau"), [("auto", 2.4), (FOR_LLAMA_CPP, 1.9)])  # 2.75, 2.2
+def test_it_drafts_and_changes_no_token(draft, tau):
     """Unseen prompts of a sort that it was trained on; the acceptance is what was measured, less a margin."""
     target = load_target(NAME)
     prompts = [
@@ -57,9 +68,8 @@ def test_it_drafts_by_default_and_changes_no_token():
     ]
     params = SamplingParams(max_tokens=64)
     chain = DraftTree(num_steps=4, topk=1, num_draft_tokens=5)
-    drafting = Engine.load(target, tree=chain, batch_size=4, max_length=256)
-    assert drafting.draft is not None
+    drafting = Engine.load(target, draft, chain, batch_size=4, max_length=256)
     drafted = drafting.generate(prompts, params)
     plain = Engine.load(target, None, batch_size=4, max_length=256).generate(prompts, params)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
-    assert AcceptanceCounts.total(output.stats.counts for output in drafted).tau > 2.4  # 2.75
+    assert AcceptanceCounts.total(output.stats.counts for output in drafted).tau > tau

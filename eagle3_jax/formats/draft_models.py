@@ -11,7 +11,7 @@ from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.kinds import DraftKind, Path
 from eagle3_jax.formats.tensors import canonical
-from eagle3_jax.models.checkpoint.fetch import Target, TargetError, fetch, load_tokenizer, read_config
+from eagle3_jax.models.checkpoint.fetch import REGISTERED, Target, TargetError, fetch, load_tokenizer, read_config
 from eagle3_jax.models.checkpoint.gguf_file import GGUF
 from eagle3_jax.models.checkpoint.identity import tokenizer_digest
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model, locate
@@ -36,7 +36,7 @@ def packaged_heads() -> list[str]:
 
 
 def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EXPECTED) -> pathlib.Path:
-    """Returns the folder of a draft: the given one, or that of the model with this name; or a head's GGUF file.
+    """Returns a draft's folder: the given one, or that of the packaged head or model with this name; or a GGUF file.
 
     Raises:
         TargetError: there is none; `field` and `expected` are named in it.
@@ -44,6 +44,8 @@ def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EX
     if (path := pathlib.Path(draft)).suffix == GGUF and path.is_file():
         return path
     if isinstance(draft, str):
+        if draft in packaged_heads() and draft not in REGISTERED:  # a model comes before a head of its name
+            return HEADS / draft
         return disk.local(fetch(draft, field=field, expected=expected))
     if not draft.is_dir():
         raise TargetError(f"{field}: got {str(draft)!r}, no such folder; expected {expected}")
