@@ -95,8 +95,8 @@ def fitted(head: DraftHead, aux: np.ndarray) -> np.ndarray:
     return start + np.linalg.solve(gram, inputs.T @ (wanted - inputs @ start))
 
 
-def make_optimizer(config: TrainConfig, total: int) -> optax.GradientTransformation:
-    rate = optimizer.learning_rate(config, total)
+def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTransformation:
+    rate = optimizer.learning_rate(config, total_steps)
 
     def groups(params: Any) -> Any:
         def group(path: tuple[Any, ...], x: jax.Array) -> str:
