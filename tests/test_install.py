@@ -27,7 +27,7 @@ def run(*words: str | pathlib.Path, fails: bool = False, given: str = "") -> str
 def test_an_older_jax_stays_and_computes(tmp_path):
     newer = [f"python3.{minor}" for minor in range(12, 20)]
     here = sys.version_info >= (3, 12) and sys.executable
-    program = here or next(filter(None, map(shutil.which, newer)), None)
+    program = here or next(filter(_starts, filter(None, map(shutil.which, newer))), None)
     if program is None:
         pytest.skip("no Python 3.12")
     run(program, "-m", "venv", tmp_path / "venv")
@@ -42,6 +42,11 @@ def test_an_older_jax_stays_and_computes(tmp_path):
     assert run(python, "-c", first + sums + show) == f"{_OLD} 2064.0\n"
     late = run(python, "-c", "import os; os.chdir('/'); import jax; jax.devices(); import eagle3_jax", fails=True)
     assert f"ImportError: jaxlib: got {_OLD}, whose results on CPUs are wrong" in late
+
+
+def _starts(program: str) -> bool:
+    """A version manager's shim need not."""
+    return subprocess.run([program, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
 def resolve(peer: str, python: str, fails: bool = False) -> str:
