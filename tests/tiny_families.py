@@ -31,7 +31,6 @@ OWN: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 2.0,
         "hidden_size_per_layer_input": 4,
-        "vocab_size_per_layer_input": 60,
         "enable_moe_block": True,
         "num_experts": 4,
         "top_k_experts": 2,

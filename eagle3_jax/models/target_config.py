@@ -99,7 +99,7 @@ class ModelConfig:
     @property
     def logit_cap(self) -> float | None:
         """What no logit exceeds, see `capped`; None: there is no such bound."""
-        return None
+        return getattr(self, "final_logit_softcapping", None)
 
     @property
     def rope_dim(self) -> int:

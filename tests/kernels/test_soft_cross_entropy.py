@@ -56,11 +56,11 @@ def test_loss_and_gradients_equal_the_reference_for_any_block(block, cap):
         return 3 * loss, comparison
 
     (loss, comparison), gradients = jax.jit(jax.value_and_grad(scaled, (0, 1), has_aux=True))(hidden, rows)
-    expected = jax.jit(jax.value_and_grad(lambda h, r: 3 * reference(h, r, *rest, cap)[0], (0, 1)))(hidden, rows)
+    expected = jax.jit(jax.value_and_grad(lambda h, r: 3 * reference(h, r, *rest, cap=cap)[0], (0, 1)))(hidden, rows)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
     for got, want in zip(gradients, expected[1], strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    _, ce, entropy, hits = reference(hidden, rows, *rest, cap)
+    _, ce, entropy, hits = reference(hidden, rows, *rest, cap=cap)
     used = np.asarray(rest[-1]) > 0
     np.testing.assert_allclose(np.where(used, comparison.cross_entropy, 0), np.where(used, ce, 0), rtol=1e-4)
     at = used.any(0)

@@ -117,11 +117,6 @@ class Gemma4Config(LocalConfig):
         return values | {"enable_moe_block": self.num_experts is not None, "vocab_size_per_layer_input": rows}
 
     @property
-    def logit_cap(self) -> float | None:
-        """See `ModelConfig`."""
-        return self.final_logit_softcapping
-
-    @property
     def rope_dim(self) -> int:
         """See `ModelConfig`: of the layers of full attention."""
         return self.global_head_dim

@@ -378,10 +378,12 @@ def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path, architecture)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["Lfm2ForCausalLM", "Qwen3_5ForCausalLM"])
-def test_a_state_reaches_from_piece_to_piece(tmp_path, architecture):
-    """Rows split along their length over two devices, a document across the cut and one behind it."""
-    write_reference(tmp_path, architecture, 0)
+@pytest.mark.parametrize(
+    ("architecture", "seed"), [("Lfm2ForCausalLM", 0), ("Qwen3_5ForCausalLM", 0), ("Gemma4ForCausalLM", 1)]
+)
+def test_a_state_reaches_from_piece_to_piece(tmp_path, architecture, seed):
+    """Rows split along their length over two devices, a document across the cut and one behind it; shared keys too."""
+    write_reference(tmp_path, architecture, seed)
     model = load_model(tmp_path, fetch.read_config(tmp_path, (0, 1)), jnp.float32)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (2, 16)), jnp.int32)
     segments = jnp.asarray([[1] * 5 + [2] * 5 + [3] * 6, [1] * 16], jnp.int32)
