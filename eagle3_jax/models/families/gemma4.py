@@ -207,9 +207,7 @@ class Block(nnx.Module):
         self.per_layer = PerLayer(c, dtype=dtype, rngs=rngs) if c.hidden_size_per_layer_input else None
         self.scalar = ones(1, dtype)
 
-    def __call__(
-        self, x: Float[Array, "b t h"], given: tuple[Any, Array | None], attend: LayerPass
-    ) -> Float[Array, "b t h"]:
+    def __call__(self, x: Float[Array, "b t h"], given: tuple[Any, Any], attend: LayerPass) -> Float[Array, "b t h"]:
         """Maps the residual stream, given RoPE tables of both kinds of layers and the layer's own embeddings."""
         ropes, own = given
         attended = self._attended(self._norm(x, self.input_layernorm), ropes[self.local], attend)
@@ -230,7 +228,8 @@ class Block(nnx.Module):
         q = apply_rope(self._norm(q.reshape(*x.shape[:2], -1, q.shape[-1]), self.q_norm), rope)
         q = (q.astype(jnp.float32) * q.shape[-1] ** 0.5).astype(q.dtype)  # attention divides by it; here it does not
         if self.k_norm is None:
-            k, v = attend.entries or ()
+            assert attend.entries is not None, "the layer whose cache it reads came before"
+            k, v = attend.entries
         else:  # the last projection has values: where there is one alone, it has keys too
             k, v = self._norm(own[:, :, :, 0], self.k_norm), float32_norm(own[:, :, :, -1], None, self.eps)
             k = apply_rope(k, rope)
@@ -336,13 +335,12 @@ def layer_table(config: Gemma4Config, layer: int) -> dict[str, Entry]:
             f"{path}/mixture/per_expert": plain(f"{source}.router.per_expert_scale", count),
         }
         for name, shape, fused in (
-            ("gate", (size, h), ("gate_up_proj", 0, 2)),
-            ("up", (size, h), ("gate_up_proj", 1, 2)),
-            ("down", (h, size), ("down_proj", 0, 1)),
+            ("gate", (size, h), (f"{experts}.gate_up_proj", 0, 2)),
+            ("up", (size, h), (f"{experts}.gate_up_proj", 1, 2)),
+            ("down", (h, size), (f"{experts}.down_proj", 0, 1)),
         ):
             each = [f"{experts}.{expert}.{name}_proj.weight" for expert in range(count)]
-            both = (f"{experts}.{fused[0]}", *fused[1:])
-            entries[f"{path}/mixture/experts/expert_{name}"] = stacked(each, *shape, fused=both)
+            entries[f"{path}/mixture/experts/expert_{name}"] = stacked(each, *shape, fused=fused)
     if width := c.hidden_size_per_layer_input:
         entries[f"{path}/per_layer/gate"] = kernel(f"{source}.per_layer_input_gate.weight", width, h)
         entries[f"{path}/per_layer/down"] = kernel(f"{source}.per_layer_projection.weight", h, width)

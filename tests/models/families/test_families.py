@@ -451,6 +451,28 @@ def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
 
 
 @pytest.mark.slow
+def test_embeddings_of_layers_stay_as_they_are_stored(tmp_path):
+    """In the checkpoint's dtype, or in 8 bits; the numbers are the same, whatever the model computes in."""
+    reference = make_reference("Gemma4ForCausalLM", shapes("Gemma4ForCausalLM", 1), 1)
+    import torch
+
+    reference.to(torch.bfloat16).save_pretrained(tmp_path)
+    config = fetch.read_config(tmp_path, (0, 1))
+    model: Any = load_model(tmp_path, config, jnp.float32)
+    assert (model.embed.dtype, model.embed_per_layer.dtype) == (jnp.float32, jnp.bfloat16)
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, TOKENS))
+    with torch.no_grad():
+        whole = type(reference).from_pretrained(tmp_path, dtype=torch.float32)
+        expected = whole(torch.tensor(tokens)).logits.numpy()
+    logits, _ = cached(model, jnp.asarray(tokens), [TOKENS])
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
+    small: Any = load_model(tmp_path, config, jnp.float32, weights="int8", quantise_vocabulary=True)
+    assert is_quantised(small.embed_per_layer[...])
+    near, _ = cached(small, jnp.asarray(tokens), [TOKENS])
+    assert np.median(np.abs(near - expected)) < 0.1 * np.abs(expected).mean()
+
+
+@pytest.mark.slow
 def test_experts_in_mxfp4(tmp_path):
     """gpt-oss as it is published: what transformers unpacks of the same bytes says the same logits."""
     values = shapes("GptOssForCausalLM", 0) | {"hidden_size": 64, "intermediate_size": 32}
