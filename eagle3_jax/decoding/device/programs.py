@@ -209,7 +209,7 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], slots: 
     assert state.draft_state is not None
     this = behind(state)
     assert this.pages is not None
-    this = dataclasses.replace(this, pages=beyond(this.pages, state.draft_cache.of_keys.keys.shape[2]))
+    this = dataclasses.replace(this, pages=beyond(this.pages, state.cache.of_keys.keys.shape[2]))
     unread, cache, draft_state = feed_unread(
         target, draft, state.unread, state.draft_cache, state.draft_state, this, ~state.done
     )

@@ -63,8 +63,11 @@ def draft_tree(target: TargetModel, draft: Draft | None, state: State, plan: Rou
         assert copied is not None
         return chain_of_copies(state.root, copied), state
     drawing = state.requests.sampling if tree.sample_drafts and plan.greedy is not True else None
-    of_head = state.root, state.draft_state, this, state.draft_cache
+    reads_target = draft.head.reads_target
+    of_head = state.root, state.draft_state, this, state.cache if reads_target else state.draft_cache
     nodes, cache = grow(target, draft, tree, *of_head, drawing, copied, greedy=plan.greedy)
+    if reads_target:
+        return nodes, dataclasses.replace(state, cache=cache)
     return nodes, dataclasses.replace(state, draft_cache=cache)
 
 

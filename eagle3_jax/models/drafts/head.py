@@ -42,12 +42,14 @@ class Head(nnx.Module):
         gathered: names of the parameters of which a round reads single rows.
         read_once: names of the parameters that the last of a round's `passes` reads, and no other.
         model: the smaller model that drafts; None: the head is a layer over the target's states.
+        reads_target: whether its passes attend to the target's cache, and it has none of its own.
     """
 
     vocabulary_rows: ClassVar[tuple[str, ...]] = ("lm_head",)
     gathered: ClassVar[tuple[str, ...]] = ("lm_head",)
     read_once: ClassVar[tuple[str, ...]] = ()
     model: Any = None
+    reads_target: ClassVar[bool] = False
     config: Any
     fc: nnx.Param
     lm_head: nnx.Param
@@ -114,7 +116,7 @@ class Head(nnx.Module):
             root: the token after the committed ones.
             state: what `feed` returned of the last committed pair, whose token is the root.
             this: the pass behind the committed pairs; its positions and masks are not read.
-            cache: slots behind the committed pairs are scratch.
+            cache: the head's, or the target's if it reads that; slots behind the committed pairs are scratch.
             greedy: whether the best children alone are asked for, never logits; an array is known on the device alone.
         """
         return Recurrent(self, embed, state, this, cache)
@@ -167,11 +169,15 @@ class Head(nnx.Module):
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         c = self.config
-        return Cache.contiguous(1, batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
+        return Cache.contiguous(
+            0 if self.reads_target else 1, batch, c.num_key_value_heads, slots, c.head_dim, self.dtype
+        )
 
     def empty_pages(self, pages: int, page_size: int) -> Cache:
         c = self.config
-        return Cache.paged(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
+        return Cache.paged(
+            0 if self.reads_target else 1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype
+        )
 
 
 @dataclasses.dataclass(frozen=True)
