@@ -37,7 +37,7 @@ class Experts(nnx.Module):
     `expert_gate` and `expert_up` [experts, hidden, intermediate], `expert_down` [experts, intermediate, hidden].
     """
 
-    activation: ClassVar[Callable[[Array], Array]] = staticmethod(jax.nn.silu)
+    activation: ClassVar[Any] = staticmethod(jax.nn.silu)  # (rows) -> rows
 
     def __init__(self, hidden: int, intermediate: int, experts: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         self.expert_gate = normal((experts, hidden, intermediate), dtype, rngs)

@@ -147,7 +147,7 @@ class Gemma4Config(LocalConfig):
 
 
 class GeluExperts(Experts):
-    activation = staticmethod(gelu)
+    activation: ClassVar[Any] = staticmethod(gelu)
 
 
 class Mixture(nnx.Module):
