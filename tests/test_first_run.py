@@ -18,7 +18,7 @@ sys.path.insert(0, str(tiny.REPOSITORY / "tools"))
 
 import tpu_first_run
 from tpu.cases import Case, grouped_product
-from tpu.first_run import device, kernels, lines, tokens
+from tpu.first_run import kernels, lines, resume, speeds, tokens
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.compare import Tally
@@ -66,6 +66,14 @@ def test_tokens_are_vanilla_decoding_s_and_drafts_as_good_as_on_a_cpu(mismatches
     assert tokens.judged("x", Tally(3, AcceptanceCounts(10, [5])), None).verdict == "ok"
 
 
+def test_a_run_that_was_stopped_is_the_other_in_every_number_but_times():
+    run = [{"step": 1, "kind": "train", "loss": 2.5, "tokens_per_second": 7}, {"step": 2, "kind": "train", "loss": 2.0}]
+    assert resume.same(run, [run[0] | {"tokens_per_second": 9}, run[1]], 1).verdict == "ok"
+    assert resume.same(run, run[:1], 1).verdict == "WRONG"
+    other = resume.same(run, [run[0], run[1] | {"loss": 2.1}], 1)
+    assert other.verdict == "WRONG" and "another train at step 2" in other.got
+
+
 @pytest.mark.parametrize(
     ("limit", "used", "verdict"), [(31.2, 0.1, "ok"), (20.0, 0.1, "WRONG"), (31.2, 9.0, "WRONG"), (None, 0, "skipped")]
 )
@@ -75,8 +83,8 @@ def test_memory_is_the_chip_s(monkeypatch, limit, used, verdict):
         device_kind="TPU v6 lite", id=0, coords=(0, 0), platform="tpu", memory_stats=lambda: stats
     )
     info = types.SimpleNamespace(hbm_capacity_bytes=34.3e9)
-    monkeypatch.setattr(device.pltpu, "get_tpu_info", lambda: info)
-    assert device.memory(chip).verdict == verdict
+    monkeypatch.setattr(speeds.pltpu, "get_tpu_info", lambda: info)
+    assert speeds.memory(chip).verdict == verdict
 
 
 # ------------------------------------------------------------------------------------------------------------- the tool
@@ -104,7 +112,7 @@ def test_a_kernel_whose_result_is_off_fails_the_run_by_name(factor, tmp_path, mo
     monkeypatch.setattr(kernels, "CASES", [functools.partial(off, "grouped_product")])
     monkeypatch.setattr(kernels, "_equal_scores", lambda how: iter(()))
     output = tmp_path / "first_run.json"
-    arguments = {"output": output, "small": True, "target": ""}
+    arguments = {"output": output, "small": True, "target": "", "run_dir": None}
 
     def in_process(command, log):
         tpu_first_run.run_stage(argparse.Namespace(**arguments, stage=command[-1]))
@@ -145,8 +153,10 @@ def test_the_whole_of_it_runs_at_toy_sizes(tmp_path, monkeypatch):
         *kernels.cases(small=True),
         *(f"float32, {where}, {draft}" for where in ("1 device", "8 devices") for draft in tokens.TREES),
         "bfloat16, 8 devices, tree",
+        "all_gather over data (8), 262,144 bytes",
         "rounds of 2 layers x 64 on 8 devices: chain 3",
         "training step, 8 x 64 tokens on 8 devices",
+        "train: the run that was stopped",
     ):
         assert name in found
     assert found["chips of this host"]["got"] == "8"

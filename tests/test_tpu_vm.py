@@ -305,18 +305,19 @@ case "$*" in
 
 
 # ------------------------------------------------------------------------------------------------------------ first run
-@pytest.mark.parametrize("status", [0, 1])
-def test_a_first_run_is_on_all_hosts_and_its_figures_come_back(cloud, status):
+@pytest.mark.parametrize(("status", "words"), [(0, ["--run-dir", "gs://my-bucket/a b"]), (1, [])])
+def test_a_first_run_is_on_all_hosts_and_its_figures_come_back(cloud, status, words):
     for number, host in enumerate(cloud.hosts):
         (host / "eagle3_jax/runs/first_run").mkdir(parents=True)
         (host / "eagle3_jax/runs/first_run/first_run.json").write_text(f"of host {number}")
     (cloud.folder / "exit").write_text(str(status))
-    ended = cloud.run("first-run")
+    ended = cloud.run("first-run", *words)
     assert ended.returncode == status, ended.stdout + ended.stderr
     assert cloud.verbs() == ["describe", "ssh", "scp"] and "--worker=all" in cloud.asked()[1]
     for index in range(len(cloud.hosts)):
-        assert cloud.on_host(index) == ["tools/tpu_first_run.py"]
+        assert cloud.on_host(index) == ["tools/tpu_first_run.py", *words]
     assert (cloud.folder / "first_run.json").read_text() == "of host 0"
+    assert ("the verb train is left out on 2 hosts" in ended.stderr) == (not words)
     assert ("something is WRONG" in ended.stderr) == (status > 0)
 
 

@@ -7,9 +7,10 @@ WRONG or slow; each writes its JSON. The stages:
 
 - device: versions, chips, and their memory against the chip's HBM.
 - kernels: every Pallas kernel of tools/tpu/cases.py against XLA's operations; products in float32; equal scores.
+- speeds: products of 1 to 16 rows, collectives over the chips of a host and over all.
 - tokens: greedy answers of a packaged model with drafts against those without, in each dtype, on one chip and several.
 - rounds: an 8B target's rounds by draft, with random weights, on all chips of a host.
-- training: a training step of its head, on all chips of all hosts.
+- training: a training step at that size; the verb `train`, stopped by SIGTERM and started again.
 
 Each stage is a process of its own: one that fails, crashes or hangs is a line of the table, and the next ones still
 run. Exit status 1: something is WRONG; 2: a wrong argument. A time above twice its prediction is "slow", which fails
@@ -33,9 +34,12 @@ import sys
 from eagle3_jax.runs import disk, environment, machine
 
 # Each with the module of tools/tpu/first_run that has a function of this name, which yields the stage's lines.
-STAGES = {"device": "device", "kernels": "kernels", "tokens": "tokens", "rounds": "sizes", "training": "sizes"}
+STAGES = {"device": "speeds", "kernels": "kernels", "speeds": "speeds", "tokens": "tokens"}
+STAGES |= {"rounds": "sizes", "training": "resume"}
 TARGET = "smollm2-135m-instruct"  # comes with the package, and so does its head
 SECONDS = 1200  # for one stage
+# For the causes of failures, which libtpu and the coordinator log.
+_TPU_LOGS = {"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "0"}
 
 
 def main() -> None:
@@ -43,7 +47,8 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/first_run/first_run.json"))
     parser.add_argument("--stages", default=",".join(STAGES), help="some of " + ",".join(STAGES))
     parser.add_argument("--small", action="store_true", help="toy sizes")
-    parser.add_argument("--target", default=TARGET, help="the model of `tokens`")
+    parser.add_argument("--target", default=TARGET, help="the model of `tokens` and of the verb `train`")
+    parser.add_argument("--run-dir", help="where the verb `train` runs; several hosts need a folder that all see")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     stages = arguments.stages.split(",")
@@ -66,8 +71,8 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    if machine.has_tpu():  # libtpu and the coordinator log the causes of failures
-        os.environ.update({"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "0"})
+    if machine.has_tpu():
+        os.environ.update(_TPU_LOGS)
     print(lines.HEAD, flush=True)
     found: list[lines.Line] = []
     for stage in stages:
@@ -75,9 +80,14 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
         file.unlink(missing_ok=True)
         failure = _child([sys.executable, __file__, *sys.argv[1:], "--stage", stage], folder / f"{stage}.log")
         found += [lines.Line(**json.loads(line)) for line in (file.read_text().splitlines() if file.exists() else ())]
-        if failure is not None:
-            found.append(lines.Line(stage, failure, "no error", lines.WRONG))
-            print(found[-1], flush=True)
+        more = [] if failure is None else [lines.failed(stage, failure)]
+        if stage == "training" and (folder / "train.yaml").exists() and failure is None:
+            from tpu.first_run import resume
+
+            more = resume.resumed(folder / "train.yaml")
+        for line in more:
+            found.append(line)
+            print(line, flush=True)
         disk.write_json(arguments.output, [dataclasses.asdict(line) for line in found])
     counts = collections.Counter(line.verdict for line in found)
     print(f"{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}: {arguments.output}")
@@ -91,7 +101,8 @@ def _child(command: list[str], log: pathlib.Path) -> str | None:
             done = subprocess.run(command, stderr=file, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return f"no end within {SECONDS} seconds, see {log}"
-    last = ["", *log.read_text(errors="replace").strip().splitlines()][-1][:200]
+    written = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    last = written[-1][:200] if written else ""
     return f"exit status {done.returncode}: {last} (all of it: {log})" if done.returncode else None
 
 
@@ -104,7 +115,7 @@ def run_stage(arguments: argparse.Namespace) -> None:
     stage, folder = arguments.stage, arguments.output.resolve().parent
     with command.run(f"tpu_first_run, {stage}", resumes=False), open(folder / f"{stage}.jsonl", "w") as file:
         module = importlib.import_module(f"tpu.first_run.{STAGES[stage]}")  # that fails is the stage's failure
-        for line in getattr(module, stage)(arguments):
+        for line in getattr(module, stage)(arguments, folder):
             print(json.dumps(dataclasses.asdict(line)), file=file, flush=True)
             if processes.index() == 0 or line.verdict in (lines.WRONG, lines.SLOW):
                 print(line, flush=True)

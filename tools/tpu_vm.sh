@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # Runs batch jobs on Cloud TPU VMs: requests a slice (a queued resource), installs on all its hosts, runs a verb on all.
 #
-#     bash tools/tpu_vm.sh create --name head --zone us-west4-a --type v5litepod-16 --spot
-#     bash tools/tpu_vm.sh train  --name head --zone us-west4-a --config my.yaml -- --train.learning-rate 1e-4
+#     bash tools/tpu_vm.sh create  --name head --zone us-west4-a --type v5litepod-16 --spot
+#     bash tools/tpu_vm.sh install --name head --zone us-west4-a
+#     bash tools/tpu_vm.sh first-run --name head --zone us-west4-a   # is all of it right here, and how fast
+#     bash tools/tpu_vm.sh extract --name head --zone us-west4-a --config my.yaml   # run_dir: gs://my-bucket/my-head
+#     bash tools/tpu_vm.sh train   --name head --zone us-west4-a --config my.yaml -- --train.learning-rate 1e-4
+#     bash tools/tpu_vm.sh serve   --name head --zone us-west4-a --config my.yaml --port 8000
+#     bash tools/tpu_vm.sh delete  --name head --zone us-west4-a
 #
 # Every command resumes when it is run again. --project names another project than gcloud's own.
-# All commands are in docs/batch-jobs-on-tpu-vms.md.
+# See docs/batch-jobs-on-tpu-vms.md.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 # Label of the slices that `create` makes; others are never used or deleted.
@@ -17,7 +22,7 @@ STOPPED=75 # a verb's exit status after SIGTERM, as eagle3_jax/runs/command.py h
 VERBS_ENVIRONMENT="PYTHONUNBUFFERED=1 EAGLE3_JAX_CREDENTIALS=machine"
 
 # ------------------------------------------------------------------------------------------------------------ arguments
-declare -A OPTIONS=([create]="--type --wait-minutes --spot" [install]="" [first-run]="" [regenerate]=--config
+declare -A OPTIONS=([create]="--type --wait-minutes --spot" [install]="" [first-run]=--run-dir [regenerate]=--config
   [extract]=--config [train]=--config [serve]="--config --port" [delete]="")
 command=${1:-nothing}
 [[ -v OPTIONS[$command] ]] ||
@@ -257,7 +262,9 @@ install() {
 first_run() {
   local status=0
   ready
-  on_hosts "cd eagle3_jax && env $VERBS_ENVIRONMENT .venv/bin/python tools/tpu_first_run.py" || status=$?
+  ((hosts == 1)) || [[ -n $run_dir ]] || say "Without --run-dir gs://BUCKET/FOLDER the verb train is left out on $hosts hosts."
+  on_hosts "cd eagle3_jax && env $VERBS_ENVIRONMENT .venv/bin/python tools/tpu_first_run.py\
+${run_dir:+ --run-dir $(printf %q "$run_dir")}" || status=$?
   mkdir -p runs
   gcloud compute tpus tpu-vm scp "$name:eagle3_jax/runs/first_run/first_run.json" runs/first_run.json "${where[@]}" --worker=0 --quiet ||
     fail "got no table from host 0; what was said stands above."

@@ -32,7 +32,7 @@ _SMALL: dict[Any, dict[str, int]] = {
 }
 
 
-def kernels(arguments: Any) -> Iterator[Line]:
+def kernels(arguments: Any, *_: Any) -> Iterator[Line]:
     device, how = jax.local_devices()[0], {}
     if device.platform == "cpu":
         from jax._src.pallas.mosaic import tpu_info
@@ -72,12 +72,11 @@ def operands(case: Case) -> list[jax.Array]:
     for index, (shape, dtype) in enumerate(case.arguments):
         key = jax.random.key(index)
         if index in case.values:
-            value: Any = case.values[index]
+            made.append(jnp.asarray(case.values[index], dtype))
         elif str(dtype).startswith("int"):
-            value = jax.random.randint(key, shape, -7, 8, jnp.int8)
+            made.append(jax.random.randint(key, shape, -7, 8, jnp.int8).astype(dtype))
         else:
-            value = (case.scale if index else 1.0) * jax.random.normal(key, shape)
-        made.append(jnp.asarray(value).astype(dtype))
+            made.append(((case.scale if index else 1.0) * jax.random.normal(key, shape)).astype(dtype))
     return made
 
 
@@ -94,7 +93,8 @@ def difference(got: Any, expected: Any) -> float:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         return jnp.max(jnp.abs(x - y)) / jnp.maximum(jnp.max(jnp.abs(y)), jnp.finfo(jnp.float32).tiny)
 
-    found = [float(of(x, y)) for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)]
+    leaves = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    found = [float(of(x, y)) for x, y in leaves]
     return max(x if np.isfinite(x) else np.inf for x in found)
 
 
@@ -130,10 +130,12 @@ def _float32(*, small: bool) -> Iterator[Line]:
     for rows in (1, 2, 8, 256):
         x = rng.normal(size=(rows, inputs)).astype(np.float32)
         exact = x.astype(np.float64) @ matrix.astype(np.float64)
-        for function, other in ((linear, matrix), (vocabulary_logits, matrix.T)):
-            got = np.asarray(jax.jit(function)(x, other), np.float64)
-            error = float(np.abs(got - exact).max() / np.sqrt(inputs))
-            yield within(f"{function.__name__} in float32, {rows} rows", error, FLOAT32_TOLERANCE)
+        for name, got in {
+            "linear": jax.jit(linear)(x, matrix),
+            "vocabulary_logits": jax.jit(vocabulary_logits)(x, matrix.T),
+        }.items():
+            error = float(np.abs(np.asarray(got, np.float64) - exact).max() / np.sqrt(inputs))
+            yield within(f"{name} in float32, {rows} rows", error, FLOAT32_TOLERANCE)
 
 
 def _equal_scores(how: dict[str, Any]) -> Iterator[Line]:

@@ -58,6 +58,11 @@ def skipped(name: str, reason: str) -> Line:
     return Line(name, "-", reason, SKIPPED)
 
 
+def failed(name: str, error: str) -> Line:
+    """Makes the line of a check that did not come to its end."""
+    return Line(name, error, "no error", WRONG)
+
+
 def attempt(name: str, check: Callable[[], Iterator[Line]], *, may_not_fit: bool = False) -> Iterator[Line]:
     """Yields a check's lines; an error of it becomes a line, so that the next check still runs."""
     try:
@@ -66,7 +71,7 @@ def attempt(name: str, check: Callable[[], Iterator[Line]], *, may_not_fit: bool
         traceback.print_exc()
         text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
         full = may_not_fit and "RESOURCE_EXHAUSTED" in text
-        yield skipped(name, "does not fit the devices") if full else Line(name, text, "no error", WRONG)
+        yield skipped(name, "does not fit the devices") if full else failed(name, text)
 
 
 def chip_of(device: Any) -> Chip | None:
@@ -81,5 +86,7 @@ def predict(chip: Chip | None, *, read: float = 0, operations: float = 0, device
 
 
 def duration(seconds: float) -> str:
-    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("us", 1e-6))
-    return f"{seconds / size:.3g} {unit}"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

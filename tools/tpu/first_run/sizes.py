@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,9 +40,16 @@ _SMALL: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "intermediate_si
 _SMALL |= {"num_key_value_heads": 8, "head_dim": 16, "num_hidden_layers": 2}
 
 
-# For an engine whose prompts are ids and whose answers are not read.
-NO_TOKENIZER: Any = types.SimpleNamespace(eos_token_id=None, unk_token_id=None)
-NO_TOKENIZER.convert_tokens_to_ids, NO_TOKENIZER.decode = lambda _: None, lambda *_, **__: ""
+class NoTokenizer:
+    """A tokenizer for an engine whose prompts are ids and whose answers are not read."""
+
+    eos_token_id = unk_token_id = None
+
+    def convert_tokens_to_ids(self, _: str) -> None:
+        return None
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +60,22 @@ class Run:
     shape: ModelConfig
     mesh: Mesh
 
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.config.target.dtype)
+
     @functools.cached_property
     def draft(self) -> Draft:
-        shape = DraftHeadConfig.for_target(self.config.draft, self.shape)
-        return random_draft(shape, self.config.target.dtype, self.mesh)
+        return random_draft(DraftHeadConfig.for_target(self.config.draft, self.shape), self.dtype, self.mesh)
 
     @functools.cached_property
     def target(self) -> TargetModel:
-        model, dtype = family_of(self.shape).model, jnp.dtype(self.config.target.dtype)
-        return random(lambda: model(self.shape, dtype=dtype, rngs=nnx.Rngs(0)), self.mesh)
+        return random(lambda: family_of(self.shape).model(self.shape, dtype=self.dtype, rngs=nnx.Rngs(0)), self.mesh)
 
 
-def sized(mesh: Mesh, *more: str, small: bool) -> Run:
-    """Makes the models of configs/llama31_8b.yaml, with more overrides, or small ones of the same family."""
-    flags = ["--train.batch-size", str(mesh.shape["data"]), *more]
+def sized(mesh: Mesh, *, small: bool) -> Run:
+    """Makes the models of configs/llama31_8b.yaml, or small ones of the same family."""
+    flags = ["--train.batch-size", str(mesh.shape["data"])]
     if small:
         flags += ["--draft.vocab-size", "128", "--train.ttt-steps", "2"]
         flags += ["--train.row-length", "64", "--train.loss-block", "64", "--target.aux-layers", "0", "1", "2"]
@@ -76,8 +84,8 @@ def sized(mesh: Mesh, *more: str, small: bool) -> Run:
     return Run(config, dataclasses.replace(shape, **_SMALL) if small else shape, mesh)
 
 
-def random_draft(shape: DraftHeadConfig, dtype: str, mesh: Mesh) -> Draft:
-    head = random(lambda: DraftHead(shape, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)), mesh)
+def random_draft(shape: DraftHeadConfig, dtype: Any, mesh: Mesh) -> Draft:
+    head = random(lambda: DraftHead(shape, dtype=dtype, rngs=nnx.Rngs(0)), mesh)
     return Draft(head, jnp.arange(shape.draft_vocab_size, dtype=jnp.int32))
 
 
@@ -93,7 +101,7 @@ def _normal(shape: tuple[int, ...], dtype: Any, place: Any) -> Callable[[], jax.
     return jax.jit(lambda: 0.02 * jax.random.normal(jax.random.key(0), shape, dtype), out_shardings=place)
 
 
-def rounds(arguments: Any) -> Iterator[Line]:
+def rounds(arguments: Any, *_: Any) -> Iterator[Line]:
     """Greedy rounds of a single request on all chips of a host, by tier."""
     devices = jax.local_devices()
     mesh = make_mesh(MeshConfig(data=1, model=len(devices)), devices)
@@ -105,7 +113,7 @@ def rounds(arguments: Any) -> Iterator[Line]:
 def rounds_of(run: Run, trees: Sequence[DraftTree]) -> Iterator[Line]:
     """Measures a vanilla round, and one of each tree."""
     size = {"batch_size": 1, "max_length": LENGTH, "prefix_cache": False}
-    engine = Engine(run.target, NO_TOKENIZER, run.draft, trees, **size)
+    engine = Engine(run.target, NoTokenizer(), run.draft, trees, **size)
     engine.own_runner.pad(profile.cheapest_rows(engine.own_runner))
     for tier in engine.tiers.tiers:
         found = engine.profile(tier)
@@ -116,9 +124,9 @@ def rounds_of(run: Run, trees: Sequence[DraftTree]) -> Iterator[Line]:
         yield time(f"{name}: {tier.name}", found.seconds, floor, f", {rate:.3g} GB/s", **numbers)
 
 
-def training(arguments: Any) -> Iterator[Line]:
+def steps(*, small: bool) -> Iterator[Line]:
     """Training steps on all chips of all hosts, the batch split over them; a row of tokens each."""
-    run = sized(make_mesh(MeshConfig()), small=arguments.small)
+    run = sized(make_mesh(MeshConfig()), small=small)
     yield from attempt("training step", functools.partial(_steps, run), may_not_fit=True)
 
 
