@@ -104,6 +104,8 @@ def test_every_command_is_understood(command, monkeypatch):
         verb, *flags = arguments
         monkeypatch.chdir(ROOT)
         understand_verb(verb.removeprefix("eagle3_jax."), [OWN.get(word, word) for word in flags])
+    elif what == "-c":
+        exec(compile(arguments[0], "a page's command", "exec"), {})
     elif what != "-m":
         assert (ROOT / what).is_file()
         for word in arguments:
