@@ -60,12 +60,12 @@ def layers_that_all_share(monkeypatch):
     monkeypatch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", property(of))
 
 
-def reference(folder: pathlib.Path, clusters: int, window: int) -> tuple[Any, Any, Target]:
+def reference(folder: pathlib.Path, clusters: int, window: int, few: int = VOCABULARY) -> tuple[Any, Any, Target]:
     """A random target and its assistant, as transformers has them and in folders."""
     torch = pytest.importorskip("torch")
     import transformers
 
-    torch.manual_seed(1)
+    torch.manual_seed(3)
     of_target: dict[str, Any] = {
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 4,
@@ -89,6 +89,9 @@ def reference(folder: pathlib.Path, clusters: int, window: int) -> tuple[Any, An
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if tensor.ndim == 1 and name.endswith(("norm.weight", "layernorm.weight", "layer_scalar")):
                     tensor.copy_(1 + 0.3 * torch.randn_like(tensor))
+            for embedded in (model.get_input_embeddings(), getattr(model, "lm_head", None)):
+                if embedded is not None and few < VOCABULARY:  # few tokens come, so that both often think of the same
+                    embedded.weight[few:] *= 0.01
         if clusters:
             assistant.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
     target.eval().save_pretrained(folder / "target")
@@ -155,7 +158,7 @@ def engine(target: Target, folder: pathlib.Path, tree: DraftTree, batch: int) ->
 @pytest.mark.slow
 def test_it_drafts_as_in_transformers_own_loop(tmp_path, monkeypatch):
     """Whose loop leaves the keys of a refused draft in view (transformers 5.24): they are cut off here."""
-    theirs, assistant, target = reference(tmp_path, 0, 64)
+    theirs, assistant, target = reference(tmp_path, 0, 64, few=4)
     import torch
     from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator as Generator
 
@@ -183,7 +186,7 @@ def test_it_drafts_as_in_transformers_own_loop(tmp_path, monkeypatch):
     steps = np.diff(calls[1:])[:-1]  # rounds but the last ones, which the limit cuts
     accepted = [int((steps > 1 + position).sum()) for position in range(3)]
     whole = got.stats.accepted_per_position
-    assert got.stats.rounds - len(steps) in (1, 2)
+    assert got.stats.rounds - len(steps) in (1, 2) and min(accepted[:2]) > 0
     assert all(0 <= mine - other <= 2 for mine, other in zip(whole, accepted, strict=True))
 
 
