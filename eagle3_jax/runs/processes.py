@@ -24,6 +24,8 @@ from eagle3_jax.runs import machine
 
 # Environment variable: seconds without a heartbeat after which a process counts as gone; and JAX's default.
 HEARTBEAT, _HEARTBEAT_SECONDS = "EAGLE3_JAX_HEARTBEAT_SECONDS", 100
+# Seconds for which the service outlives the last other process: it still polls for errors while it leaves.
+_LEAVING = 0.5
 # A Cloud TPU VM's list of its workers.
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 # Key in the coordination service: the step after which all stop.
@@ -207,6 +209,7 @@ def leave() -> None:
         until = time.monotonic() + heartbeat_seconds()
         while len(_run.client.get_live_nodes(list(range(_run.count)))) > 1 and time.monotonic() < until:
             time.sleep(0.1)
+        time.sleep(_LEAVING)
     jax.distributed.shutdown()
     _run = _ALONE
 

@@ -200,7 +200,9 @@ def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch
 
     monkeypatch.setattr(machine, "keep_programs", keep)
     monkeypatch.setattr(serve, "keep_programs", functools.partial(keep, tmp_path / "programs"))
-    monkeypatch.setattr(serve, "load_target", lambda *_, progress: progress("read") or Target.__new__(Target))
+    monkeypatch.setattr(
+        serve, "load_target", lambda *_, progress, for_engine: progress("read") or Target.__new__(Target)
+    )
     monkeypatch.setattr(Engine, "load", lambda *_, **__: Engine.__new__(Engine))
     monkeypatch.setattr(Engine, "warm_up", lambda self, folder, **_: asked.append(("warm up", folder)))
     for more, folder in (([], tmp_path / "programs"), (["--serve.warm-up-folder", "here"], pathlib.Path("here"))):

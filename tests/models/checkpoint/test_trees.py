@@ -182,7 +182,8 @@ def test_every_problem_is_named_as_the_caller_names_it():
     ]
     weights = maxtext(model, stacked=True)
     weights["params/decoder/layers/mlp/wo/kernel"][3, 1, 2] = np.nan
-    with pytest.raises(WeightsError, match=r"params/decoder/layers/mlp/wo/kernel: got NaN or infinity"):
-        trees.target_of(weights, model.config, jnp.float32)
+    for of in (weights, jax.tree.map(jnp.asarray, weights)):  # on the host, and on a device
+        with pytest.raises(WeightsError, match=r"params/decoder/layers/mlp/wo/kernel: got NaN or infinity"):
+            trees.target_of(of, model.config, jnp.float32)
     with pytest.raises(WeightsError, match=r"weights: got a/b, c ..., expected names of Hugging Face, Tunix, MaxText"):
         trees.target_of({"a": {"b": np.zeros(1)}, "c": np.zeros(1)}, model.config, jnp.float32)
