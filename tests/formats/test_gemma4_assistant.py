@@ -89,9 +89,10 @@ def reference(folder: pathlib.Path, clusters: int, window: int, few: int = VOCAB
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if tensor.ndim == 1 and name.endswith(("norm.weight", "layernorm.weight", "layer_scalar")):
                     tensor.copy_(1 + 0.3 * torch.randn_like(tensor))
-            for embedded in (model.get_input_embeddings(), getattr(model, "lm_head", None)):
-                if embedded is not None and few < VOCABULARY:  # few tokens come, so that both often think of the same
-                    embedded.weight[few:] *= 0.01
+            parts: list[Any] = [model.get_input_embeddings(), getattr(model, "lm_head", None)]
+            for part in parts:
+                if part is not None and few < VOCABULARY:  # few tokens come, so that both often think of the same
+                    part.weight[few:] *= 0.01
         if clusters:
             assistant.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
     target.eval().save_pretrained(folder / "target")
