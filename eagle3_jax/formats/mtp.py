@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,25 +27,15 @@ from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target, read_config
 from eagle3_jax.models.checkpoint.load import WeightsError, locate, misfits, reader, spelt
 from eagle3_jax.models.checkpoint.table import Entry
-from eagle3_jax.models.drafts import deepseek_mtp, mimo_mtp, qwen3_5_mtp
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.drafts.mtp import MtpHead
+from eagle3_jax.models.drafts.mtp import HEADS, MtpHead
 from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
-from eagle3_jax.models.families.glm4_moe import Glm4MoeConfig
-from eagle3_jax.models.families.mimo import MimoConfig
-from eagle3_jax.models.families.qwen3_5 import Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
+from eagle3_jax.models.families.qwen2 import MimoConfig
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs import disk
 
-# Family -> its head, and the function that maps each parameter path of the head to tensors of the checkpoint.
-_LAYERS: dict[type[ModelConfig], tuple[type[MtpHead], Callable[[Any], dict[str, Entry]]]] = {
-    MimoConfig: (mimo_mtp.MimoMtp, mimo_mtp.table),
-    DeepseekV3Config: (deepseek_mtp.DeepseekMtp, deepseek_mtp.table),
-    Glm4MoeConfig: (deepseek_mtp.GlmMtp, deepseek_mtp.table),
-    **dict.fromkeys((Qwen35Config, Qwen35MoeConfig, Qwen3NextConfig), (qwen3_5_mtp.Qwen35Mtp, qwen3_5_mtp.table)),
-}
-_ROWS = dict(zip((MimoConfig, DeepseekV3Config, Glm4MoeConfig), engines.MTP_ROWS, strict=False))
+_ROWS = dict(zip(HEADS, engines.MTP_ROWS, strict=False))
 
 
 def _used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
@@ -65,9 +55,9 @@ ENGINES = Engines(
 
 def head_of(shape: ModelConfig, field: str = "draft") -> type[MtpHead]:
     """Returns the class of a target's MTP layer. Raises ValueError, by `field`, for a family without one."""
-    if type(shape) not in _LAYERS:
+    if type(shape) not in HEADS:
         raise ValueError(f"{field}: got 'mtp', expected a head's folder: {shape.architecture} has no such layer")
-    return _LAYERS[type(shape)][0]
+    return HEADS[type(shape)]
 
 
 def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
@@ -76,14 +66,10 @@ def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
     return shapes_of(lambda rngs: head(shape, dtype=dtype, rngs=rngs))
 
 
-def _table(shape: ModelConfig) -> dict[str, Entry]:
-    return _LAYERS[type(shape)][1](shape)
-
-
 def _tensors(folder: disk.Path, shape: ModelConfig) -> tuple[dict[str, Entry], dict[str, Any]]:
     """Opens a layer's tensors, which are read when they are indexed; with their table. Raises WeightsError."""
     found = locate(folder)
-    table = spelt(_table(shape), {name: name for name in found})
+    table = spelt(head_of(shape).table(shape), {name: name for name in found})
     if problems := misfits(table, found):
         raise WeightsError(f"{folder}: no MTP layer to draft with ('mtp'):\n  " + "\n  ".join(problems))
     tensor = reader(found)
@@ -133,7 +119,7 @@ class MtpKind(DraftKind):
         head = jax.tree.map(lambda leaf: leaf, draft.head)
         if hasattr(head, "lm_head"):  # the target's
             del head.lm_head
-        tensors = to_tensors(head, _table(shape), wanted.__getitem__, problems)
+        tensors = to_tensors(head, head_of(shape).table(shape), wanted.__getitem__, problems)
         ids = np.asarray(draft.token_ids, np.int64)
         return StoredHead(self, shape, tensors, ids, problems=tuple(problems))
 
@@ -167,7 +153,7 @@ MTP = MtpKind(
     algorithm="NEXTN",
     # A whole model of this name is recognised first.
     is_mine=lambda folder, values: (
-        fields.architecture(values) in {shape.architecture for shape in _LAYERS} and "draft_vocab_size" not in values
+        fields.architecture(values) in {shape.architecture for shape in HEADS} and "draft_vocab_size" not in values
     ),
     shape=lambda draft, target: abstract(target, jnp.float32, "draft.kind").config,
     needs_weights=True,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from eagle3_jax.models.checkpoint.table import Entry, kernel, not_floats, plain, qkv, tensor_problems
+from eagle3_jax.models.checkpoint.table import Entry, kernel, llama_layer, not_floats, plain, tensor_problems
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
 LM_HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
@@ -33,7 +33,7 @@ Tensors = dict[str, np.ndarray]
 def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
     """Maps each parameter path in `DraftHead` to its tensors."""
     c, h = config, config.hidden_size
-    table = layer_table(c, 2 * h) | {
+    table = llama_layer(c, LAYER[:-1], 2 * h) | {
         "fc": kernel("fc.weight", h, c.num_aux_layers * c.target_hidden_size),
         "input_norm": plain(f"{LAYER}input_layernorm.weight", h),
         "hidden_norm": plain(f"{LAYER}hidden_norm.weight", h),
@@ -47,21 +47,6 @@ def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
     if c.qk_norm:
         table |= {name: plain(f"{LAYER}self_attn.{name}.weight", c.head_dim) for name in ("q_norm", "k_norm")}
     return table
-
-
-def layer_table(config: Any, columns: int) -> dict[str, Entry]:
-    """Maps the paths of a Llama layer behind its first norms, whose attention reads `columns` numbers."""
-    c = config
-    h, f = c.hidden_size, c.intermediate_size
-    attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
-    return {
-        "attention/qkv": qkv(c, attention, columns),
-        "attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
-        "post_norm": plain(f"{LAYER}post_attention_layernorm.weight", h),
-        "mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
-        "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
-        "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
-    }
 
 
 def canonical(name: str, spellings: Iterable[tuple[str, str]] = _SPELLINGS) -> str:

@@ -141,16 +141,6 @@ class Cache:
 
     layers: tuple[LayerCache, ...]
 
-    @classmethod
-    def paged(cls, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any) -> Cache:
-        """Allocates free pages of keys and values for layers that are alike."""
-        return cls(tuple(KVCache.pages(pages, kv_heads, page_size, head_dim, dtype) for _ in range(layers)))
-
-    @classmethod
-    def contiguous(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> Cache:
-        """Allocates at least `slots` entries per sequence for layers that are alike."""
-        return cls.paged(layers, batch, kv_heads, slots_of(slots), head_dim, dtype)
-
     def with_layer(self, index: int, own: LayerCache) -> Cache:
         return Cache((*self.layers[:index], own, *self.layers[index + 1 :]))
 

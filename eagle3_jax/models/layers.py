@@ -260,13 +260,6 @@ class Attention(nnx.Module):
         self.qkv = normal((in_features, (heads + 2 * kv_heads) * head_dim), dtype, rngs)
         self.o = normal((heads * head_dim, hidden), dtype, rngs)
 
-    def project(
-        self, x: Float[Array, "b t h"], rope: tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
-    ) -> tuple[Float[Array, "b t n d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
-        """Computes rotated queries and keys, and values."""
-        q, k, v = self.heads(self.fused(x))
-        return apply_rope(q, rope), apply_rope(k, rope), v
-
     def fused(self, x: Float[Array, "b t h"]) -> Float[Array, "b t out"]:
         """Computes x @ qkv."""
         # The barrier keeps per-head layouts out of the product; else a TPU keeps a copy of the kernel in such a layout.

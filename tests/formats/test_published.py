@@ -14,10 +14,10 @@ import tiny_heads
 from eagle3_jax.formats import fields, forms
 from eagle3_jax.formats.eagle2 import heads as eagle2
 from eagle3_jax.formats.tensors import canonical, draft_table, head_problems
-from eagle3_jax.models.drafts import mimo_mtp
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
+from eagle3_jax.models.drafts.mtp import MimoMtp
 from eagle3_jax.models.families import read_shape
-from eagle3_jax.models.families.mimo import MimoConfig
+from eagle3_jax.models.families.qwen2 import MimoConfig
 from eagle3_jax.models.rope import read_rope
 from eagle3_jax.models.target_config import default_aux_layers
 
@@ -137,7 +137,7 @@ def test_mimo_s_layer_has_the_names_of_its_checkpoint():
     head = HEADS["XiaomiMiMo/MiMo-7B-RL"]
     config = read_shape(head["config"], None)
     assert isinstance(config, MimoConfig)
-    read = {name for entry in mimo_mtp.table(config).values() for name in entry.tensors}
+    read = {name for entry in MimoMtp.table(config).values() for name in entry.tensors}
     assert read == head["tensors"].keys()
 
 

@@ -18,7 +18,7 @@ from eagle3_jax.formats.blocks import compatibility
 from eagle3_jax.formats.blocks import config as block_config
 from eagle3_jax.formats.stored import StoredKind
 from eagle3_jax.formats.tensors import Tensors, canonical
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, swiglu
 from eagle3_jax.models.drafts.dflash import FULL, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
@@ -58,7 +58,7 @@ def table(network: type[DFlash], config: BlockHeadConfig) -> dict[str, Entry]:
 
 def _layer(config: BlockHeadConfig, layer: str, *, convolved: bool) -> dict[str, Entry]:
     c = config
-    h, f, attention = c.hidden_size, c.intermediate_size, f"{layer}self_attn."
+    h, attention = c.hidden_size, f"{layer}self_attn."
     entries = {
         "input_norm": plain(f"{layer}input_layernorm.weight", h),
         "q": kernel(f"{attention}q_proj.weight", c.num_attention_heads * c.head_dim, h),
@@ -67,9 +67,7 @@ def _layer(config: BlockHeadConfig, layer: str, *, convolved: bool) -> dict[str,
         "q_norm": plain(f"{attention}q_norm.weight", c.head_dim),
         "k_norm": plain(f"{attention}k_norm.weight", c.head_dim),
         "post_norm": plain(f"{layer}post_attention_layernorm.weight", h),
-        "mlp/gate": kernel(f"{layer}mlp.gate_proj.weight", f, h),
-        "mlp/up": kernel(f"{layer}mlp.up_proj.weight", f, h),
-        "mlp/down": kernel(f"{layer}mlp.down_proj.weight", h, f),
+        **{f"mlp/{name}": entry for name, entry in swiglu(f"{layer}mlp", h, c.intermediate_size).items()},
     }
     rows = 2 * c.conv_taps * h // c.conv_group  # ordered by side, tap and group
     for name in ("attention_conv", "mlp_conv") if convolved else ():

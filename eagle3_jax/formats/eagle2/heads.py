@@ -19,10 +19,10 @@ from eagle3_jax.formats.eagle2 import token_maps
 from eagle3_jax.formats.files import DraftFormatError
 from eagle3_jax.formats.kinds import DraftKind, Path
 from eagle3_jax.formats.stored import filled, stale
-from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, layer_table
+from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, tensor_problems
+from eagle3_jax.models.checkpoint.table import Entry, kernel, llama_layer, plain, tensor_problems
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.rope import read_rope
@@ -81,7 +81,7 @@ def read_config(
 def table(config: Eagle2Config) -> dict[str, Entry]:
     """Maps each parameter path in `Eagle2Head` to its tensors; the LM head has none."""
     h = config.hidden_size
-    entries = layer_table(config, h) | {"fc": kernel("fc.weight", h, 2 * h)}
+    entries = llama_layer(config, LAYER[:-1], h) | {"fc": kernel("fc.weight", h, 2 * h)}
     return entries | ({"fc_bias": plain("fc.bias", h)} if config.fc_bias else {})
 
 

@@ -176,6 +176,23 @@ def qkv(config: Any, attention: str, columns: int) -> Entry:
     return Entry({f"{attention}.{name}_proj.weight": (size, columns) for name, size in rows.items()}, part, split)
 
 
+def swiglu(source: str, hidden: int, intermediate: int) -> dict[str, Entry]:
+    """Maps the matrices of a `SwiGLU` to the projections whose names begin with `source`."""
+    shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+    return {name: kernel(f"{source}.{name}_proj.weight", *shape) for name, shape in shapes.items()}
+
+
+def llama_layer(config: Any, source: str, columns: int) -> dict[str, Entry]:
+    """Maps the paths of a Llama layer behind its first norms, whose attention reads `columns` numbers."""
+    c, h = config, config.hidden_size
+    return {
+        "attention/qkv": qkv(c, f"{source}.self_attn", columns),
+        "attention/o": kernel(f"{source}.self_attn.o_proj.weight", h, c.num_attention_heads * c.head_dim),
+        "post_norm": plain(f"{source}.post_attention_layernorm.weight", h),
+        **{f"mlp/{name}": entry for name, entry in swiglu(f"{source}.mlp", h, c.intermediate_size).items()},
+    }
+
+
 def qkv_bias(config: Any, attention: str) -> Entry:
     """Fuses the biases of queries, keys and values in the column order of `qkv`; same arguments as there."""
     kv_heads, d = config.num_key_value_heads, config.head_dim

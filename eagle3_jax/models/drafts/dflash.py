@@ -24,9 +24,9 @@ from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.cache import Cache, LayerPass, Pass
+from eagle3_jax.models.drafts.head import HeadConfig
 from eagle3_jax.models.drafts.one_pass import OnePassHead
 from eagle3_jax.models.layers import (
-    Scaling,
     SwiGLU,
     apply_rope,
     at_row,
@@ -41,14 +41,12 @@ from eagle3_jax.models.target import Rope
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockHeadConfig:
-    """Shape of a block head; fields are named as in its config.json.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockHeadConfig(HeadConfig):
+    """Shape of a block head; with the target's vocabulary it has the target's LM-head rows, with a smaller one its own.
 
     Attributes:
-        vocab_size: the target's vocabulary.
-        draft_vocab_size: the head's own vocabulary; if smaller, the head has its own LM-head rows, else the target's.
-        hidden_size: the width of the target's embeddings.
+        target_hidden_size: the target's width.
         aux_layers: boundaries of the target that the head reads, ascending (`target_layer_ids` + 1).
         block_size: rows of a block, the anchor's included.
         mask_token_id: the target's token at the positions to draft.
@@ -59,24 +57,13 @@ class BlockHeadConfig:
         conv_taps, conv_group, selector_rank, selector_top_k: for DFlash2.
     """
 
-    vocab_size: int
-    draft_vocab_size: int
-    hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
     aux_layers: tuple[int, ...]
     block_size: int
     mask_token_id: int
     layer_types: tuple[str, ...]
     sliding_window: int | None = None
     is_causal: bool | None = None
-    rope_scaling: Scaling | None = None
     markov_rank: int = 256
     confidence: bool = True
     conv_taps: int = 2
@@ -257,17 +244,9 @@ class DFlash(OnePassHead):
             cache = cache.with_layer(number, attend.cache)
         return rms_norm(x, self.norm[...], c.rms_norm_eps)[:, self.first_row :], cache
 
-    def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """Returns the state, which is normed already."""
-        return state
-
-    def empty_cache(self, batch: int, slots: int) -> Cache:
-        c = self.config
-        return Cache.contiguous(len(c.layer_types), batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
-
-    def empty_pages(self, pages: int, page_size: int) -> Cache:
-        c = self.config
-        return Cache.paged(len(c.layer_types), pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
+    @property
+    def cached_layers(self) -> int:
+        return len(self.config.layer_types)
 
     def rows_of(self, rows: Float[Array, "dv h"]) -> Float[Array, "dv h"]:
         """Returns the LM-head rows, one per draft token; `rows` are the target's rows of these tokens."""

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import Pass
-from eagle3_jax.models.drafts.head import Head
+from eagle3_jax.models.drafts.head import Head, HeadConfig
 from eagle3_jax.models.layers import (
     Attention,
-    Scaling,
     SwiGLU,
+    apply_rope,
     at_row,
     normal,
     ones,
@@ -32,30 +32,17 @@ from eagle3_jax.models.layers import (
 from eagle3_jax.models.target_config import final_boundary
 
 
-@dataclasses.dataclass(frozen=True)
-class Eagle2Config:
-    """Shape of the head.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle2Config(HeadConfig):
+    """Shape of the head, whose draft vocabulary FR-Spec cuts.
 
     Attributes:
-        vocab_size: the target's vocabulary.
-        draft_vocab_size: the number of its tokens that are drafted (FR-Spec).
         target_layers: number of the target's layers.
         fc_bias: whether `fc` has a bias.
     """
 
-    vocab_size: int
-    draft_vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
     target_layers: int
     fc_bias: bool = False
-    rope_scaling: Scaling | None = None
 
     aux_layers = property(lambda self: (final_boundary(self.target_layers),))
     num_aux_layers = property(lambda self: 1)
@@ -79,10 +66,6 @@ class Eagle2Head(Head):
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
         self.lm_head = normal((c.draft_vocab_size, c.hidden_size), dtype, rngs)
 
-    def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
-        """Returns the state, which is the feature."""
-        return aux
-
     def __call__(
         self,
         embeds: Float[Array, "b t h"],
@@ -96,10 +79,7 @@ class Eagle2Head(Head):
         x = linear(jnp.concatenate([embeds, features], axis=-1), self.fc[...])
         if c.fc_bias:
             x = x + self.fc_bias[...][None, None]
-        attended = attend(*self.attention.project(x, rope))
+        q, k, v = self.attention.heads(self.attention.fused(x))
+        attended = attend(apply_rope(q, rope), apply_rope(k, rope), v)
         x = at_row(x, this.row) + self.attention.output(at_row(attended, this.row))
         return x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
-
-    def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """Returns the state: it approximates the output of the target's final norm."""
-        return state

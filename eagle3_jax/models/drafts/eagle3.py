@@ -18,10 +18,9 @@ from jaxtyping import Array, Float
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import Pass
-from eagle3_jax.models.drafts.head import Head
+from eagle3_jax.models.drafts.head import Head, HeadConfig
 from eagle3_jax.models.layers import (
     Attention,
-    Scaling,
     SwiGLU,
     apply_rope,
     at_row,
@@ -33,12 +32,12 @@ from eagle3_jax.models.layers import (
 from eagle3_jax.models.target_config import ModelConfig, without_aux_layers
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftHeadConfig:
-    """Shape of a draft head; fields are named as in its config.json.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftHeadConfig(HeadConfig):
+    """Shape of a draft head.
 
     Attributes:
-        vocab_size: the target's vocabulary; draft_vocab_size: the head's own.
+        target_hidden_size: the target's width.
         aux_layers: boundaries of the target that feed the head; their number sets the width of `fc`'s input. None, only
             for a head on disk: every engine's default three, of a target whose depth is unknown.
         fc_norm: norm each aux feature before fc; norm_output: the post-norm output recurs. Both: EAGLE-3.1.
@@ -48,23 +47,12 @@ class DraftHeadConfig:
         sliding_window: pairs that attention reads, the pair's own included; None reads all.
     """
 
-    vocab_size: int
-    draft_vocab_size: int
-    hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
     aux_layers: tuple[int, ...] | None
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
-    rope_scaling: Scaling | None = None
     qk_norm: bool = False
     sliding_window: int | None = None
 
@@ -127,15 +115,8 @@ class DraftHead(Head):
             self.fc_norm = nnx.List([ones(c.target_hidden_size, dtype) for _ in range(c.num_aux_layers)])
         self.input_norm = ones(c.hidden_size, dtype)
         self.hidden_norm = ones(c.hidden_size, dtype)
-        self.attention = Attention(
-            2 * c.hidden_size,
-            c.hidden_size,
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.attention = Attention(2 * c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
         if c.qk_norm:
             self.q_norm, self.k_norm = ones(c.head_dim, dtype), ones(c.head_dim, dtype)
         self.post_norm = ones(c.hidden_size, dtype)

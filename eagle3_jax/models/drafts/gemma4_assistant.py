@@ -72,10 +72,6 @@ class Gemma4Assistant(Head):
         """See `Head`; none reads the committed tokens."""
         return [1, *[tree.topk] * (tree.num_steps - 1)]
 
-    def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
-        """Returns the target's last hidden state, which is the feature."""
-        return aux
-
     def feed(
         self,
         embed: Float[Array, "v h"] | Quantised,

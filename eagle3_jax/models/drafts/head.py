@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.config import DraftTree
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
-from eagle3_jax.models.cache import Cache, LayerPass, Pass
+from eagle3_jax.models.cache import Cache, KVCache, LayerPass, Pass, slots_of
 from eagle3_jax.models.drafts.levels import Recurrent, Rows
-from eagle3_jax.models.layers import embeddings
+from eagle3_jax.models.layers import Scaling, embeddings
 from eagle3_jax.models.target_config import ModelConfig
 
 # Sizes of drafts of which the engine takes the fastest. Until it knows, it takes a chain of 3.
@@ -31,7 +31,7 @@ TREES = (
 class Head(nnx.Module):
     """A draft head: one decoder layer over pairs (token t+1, feature t), and an LM head over the draft vocabulary.
 
-    A draft of another network (`DraftModel`) overrides `feed`, `output_rows`, `dtype` and the caches.
+    A draft of another network (`DraftModel`) overrides `feed`, `output_rows`, `dtype` and `empty_pages`.
 
     Attributes:
         config: has `vocab_size` (the target's), `draft_vocab_size`, `hidden_size`, `num_key_value_heads`, `head_dim`,
@@ -55,8 +55,8 @@ class Head(nnx.Module):
     lm_head: nnx.Param
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
-        """Fuses the target's states (concatenated, ascending boundaries) into the feature of each position."""
-        raise NotImplementedError
+        """Fuses the target's states (concatenated, ascending boundaries) into features; here the one state is it."""
+        return aux
 
     def __call__(
         self,
@@ -146,8 +146,8 @@ class Head(nnx.Module):
         return CHAIN if self.drafts is None else DraftTree(num_steps=self.drafts, num_draft_tokens=self.drafts + 1)
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """Returns the LM head's input: `lm_head @ output_hidden(state)` are the draft logits."""
-        raise NotImplementedError
+        """Returns the LM head's input: `lm_head @ output_hidden(state)` are the draft logits. Here the state is it."""
+        return state
 
     @property
     def output_rows(self) -> Float[Array, "dv h"] | Panels | Padded | Quantised:
@@ -167,17 +167,42 @@ class Head(nnx.Module):
         """Returns log-probabilities (float32) and draft ids of the k best next tokens, best first."""
         return vocabulary_top_k(self.output_hidden(state), self.output_rows, k)
 
+    @property
+    def cached_layers(self) -> int:
+        """Layers with a cache of keys and values."""
+        return 0 if self.reads_target else 1
+
     def empty_cache(self, batch: int, slots: int) -> Cache:
-        c = self.config
-        return Cache.contiguous(
-            0 if self.reads_target else 1, batch, c.num_key_value_heads, slots, c.head_dim, self.dtype
-        )
+        """Allocates at least `slots` entries per sequence."""
+        return self.empty_pages(batch, slots_of(slots))
 
     def empty_pages(self, pages: int, page_size: int) -> Cache:
+        """Allocates free pages."""
         c = self.config
-        return Cache.paged(
-            0 if self.reads_target else 1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype
-        )
+        form = pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype
+        return Cache(tuple(KVCache.pages(*form) for _ in range(self.cached_layers)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """What all heads of layers of their own have in their shape; fields are named as in a head's config.json.
+
+    Attributes:
+        vocab_size: the target's vocabulary; draft_vocab_size: the head's own, or the part of it that is drafted.
+        hidden_size: the width of the head, whose embeddings are the target's.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    rope_scaling: Scaling | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,10 +31,6 @@ class DraftModel(Head):
         self.model = model.observed_at(())
         self.config = ShapeOfModel(self.model.config)
 
-    def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t aux"]:
-        """Returns its empty input: no state of the target is read."""
-        return aux
-
     def feed(
         self,
         embed: Float[Array, "v target"] | Quantised,
@@ -55,10 +51,6 @@ class DraftModel(Head):
         states, _, cache = self.model(tokens, dataclasses.replace(this, positions=positions), cache)
         return at_row(states[:, 1:], this.row), cache
 
-    def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """Returns the state, which is normed already."""
-        return state
-
     @property
     def output_rows(self) -> Float[Array, "v h"] | Panels | Padded | Quantised:
         return self.model.output_rows
@@ -66,9 +58,6 @@ class DraftModel(Head):
     @property
     def dtype(self) -> Any:
         return self.model.embed[...].dtype
-
-    def empty_cache(self, batch: int, slots: int) -> Cache:
-        return self.model.empty_cache(batch, slots)
 
     def empty_pages(self, pages: int, page_size: int) -> Cache:
         return self.model.empty_pages(pages, page_size)

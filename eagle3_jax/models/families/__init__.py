@@ -18,7 +18,6 @@ from eagle3_jax.models.families import (
     lfm2,
     llama,
     llama4,
-    mimo,
     qwen2,
     qwen3,
     qwen3_5,
@@ -59,7 +58,7 @@ FAMILIES = (
     Family(qwen3_5.Qwen35Config, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
     Family(qwen3_5.Qwen35MoeConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
     Family(qwen3_5.Qwen3NextConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
-    Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.unused),
+    Family(qwen2.MimoConfig, qwen2.Qwen2, qwen2.table, qwen2.unused),
     Family(glm4_moe.Glm4MoeConfig, glm4_moe.Glm4Moe, glm4_moe.table, deepseek_v3.unused),
     *(Family(config, dense.Dense, dense.table) for config in dense_configs.CONFIGS),
 )

@@ -3,7 +3,7 @@
 The cache holds, as one KV head, a token's latent and its rotated key, which all heads share. A head's keys and values
 are projections of the latent. Queries are therefore projected into the latent's space, and attended latents out of it
 ("absorbed", DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2). The MTP layers of its checkpoints are in
-`deepseek_mtp`. Checkpoints hold weights in FP8 (one factor per 128 x 128) or unquantised.
+`drafts.mtp`. Checkpoints hold weights in FP8 (one factor per 128 x 128) or unquantised.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates half of each head, and DeepSeek-V3's experts.
 
-The MTP layer of its checkpoints is in `deepseek_mtp`. Source: transformers' models/glm4_moe.
+The MTP layer of its checkpoints is in `drafts.mtp`. Source: transformers' models/glm4_moe.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.checkpoint.table import Entry, Packed, kernel, plain
 from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import qwen2
-from eagle3_jax.models.layers import Attention, apply_rope, normal, ones, rms_norm, zeros
+from eagle3_jax.models.layers import apply_rope, normal, rms_norm, zeros
 from eagle3_jax.models.target import Attend, Rope, TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 
@@ -137,25 +137,20 @@ class SparseMLP(nnx.Module):
         return (mixed + bias).astype(x.dtype)
 
 
-class Block(nnx.Module):
+class Block(qwen2.Block):
     """One decoder layer."""
 
     def __init__(self, config: GptOssConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
-        c = config
-        self.eps = c.rms_norm_eps
-        self.window = c.sliding_window if layer in c.local_layers else None
-        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.input_norm = ones(c.hidden_size, dtype)
-        self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
-        self.qkv_bias = zeros((c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim, dtype)
-        self.o_bias = zeros(c.hidden_size, dtype)
-        self.sinks = zeros(c.num_attention_heads, dtype)
-        self.post_norm = ones(c.hidden_size, dtype)
-        self.mlp = SparseMLP(c, dtype=dtype, rngs=rngs)
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.window = config.sliding_window if layer in config.local_layers else None
+        self.o_bias = zeros(config.hidden_size, dtype)
+        self.sinks = zeros(config.num_attention_heads, dtype)
+
+    def feed_forward(self, config: GptOssConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.Module:
+        return SparseMLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
-        fused = self.attention.fused(rms_norm(x, self.input_norm[...], self.eps))
-        q, k, v = self.attention.heads(fused + self.qkv_bias[...][None, None])
+        q, k, v = self.heads(self.attention.fused(rms_norm(x, self.input_norm[...], self.eps)))
         attended = attend(apply_rope(q, rope), apply_rope(k, rope), v, window=self.window, sinks=self.sinks[...])
         x = x + self.attention.output(attended) + self.o_bias[...][None, None]
         return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))

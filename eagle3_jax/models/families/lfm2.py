@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import LayerCache, LayerPass
-from eagle3_jax.models.checkpoint.table import Entry, grouped, kernel, plain, qkv, stacked, taps
+from eagle3_jax.models.checkpoint.table import Entry, grouped, kernel, plain, qkv, taps
 from eagle3_jax.models.experts import Experts
-from eagle3_jax.models.families import qwen3
+from eagle3_jax.models.families import qwen3, qwen3_moe
 from eagle3_jax.models.layers import SwiGLU, normal, ones, rms_norm, zeros
 from eagle3_jax.models.recurrent import ConvolutionCache
 from eagle3_jax.models.target import Rope, TargetModel
@@ -216,13 +216,9 @@ def table(config: Lfm2Config) -> dict[str, Entry]:
         }
         mlp, names = f"{source}.feed_forward", {"gate": "w1", "up": "w3", "down": "w2"}
         if isinstance(c, Lfm2MoeConfig) and i >= c.num_dense_layers:
-            entries[f"{path}/mlp/router"] = kernel(f"{mlp}.gate.weight", c.num_experts, h)
+            experts = qwen3_moe.experts_table(c, mlp, ("w1", "w3", "w2"))
+            entries |= {f"{path}/mlp/{name}": entry for name, entry in experts.items()}
             entries[f"{path}/mlp/router_bias"] = plain(f"{mlp}.expert_bias", c.num_experts)
-            size = c.moe_intermediate_size
-            for name, theirs in names.items():
-                each = [f"{mlp}.experts.{expert}.{theirs}.weight" for expert in range(c.num_experts)]
-                shape = (h, size) if name == "down" else (size, h)
-                entries[f"{path}/mlp/experts/expert_{name}"] = stacked(each, *shape)
         else:
             for name, theirs in names.items():
                 shape = (h, f) if name == "down" else (f, h)

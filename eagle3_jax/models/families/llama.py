@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from flax import nnx
 from jaxtyping import Array, Float
 
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
-from eagle3_jax.models.layers import Attention, SwiGLU, ones, rms_norm
+from eagle3_jax.models.checkpoint.table import Entry, llama_layer, plain
+from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, ones, rms_norm
 from eagle3_jax.models.target import Attend, Rope, TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 
@@ -23,21 +23,29 @@ class LlamaConfig(ModelConfig):
 
 
 class Block(nnx.Module):
-    """One decoder layer."""
+    """One decoder layer; other families override `heads`, and what comes behind attention."""
 
-    def __init__(self, config: LlamaConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Any, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
         self.eps = c.rms_norm_eps
         heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.input_norm = ones(c.hidden_size, dtype)
         self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
         self.post_norm = ones(c.hidden_size, dtype)
-        self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
+        self.mlp: Any = self.feed_forward(c, layer, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
-        q, k, v = self.attention.project(rms_norm(x, self.input_norm[...], self.eps), rope)
-        x = x + self.attention.output(attend(q, k, v))
+        q, k, v = self.heads(self.attention.fused(rms_norm(x, self.input_norm[...], self.eps)))
+        x = x + self.attention.output(attend(apply_rope(q, rope), apply_rope(k, rope), v))
         return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
+
+    def heads(self, fused: Float[Array, "b t out"]) -> tuple[Array, Array, Array]:
+        """Splits the projection into queries [b, t, n, d], keys and values [b, t, k, d] before RoPE."""
+        return self.attention.heads(fused)
+
+    def feed_forward(self, config: Any, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.Module:
+        """Makes the MLP."""
+        return SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
 
 class Llama(TargetModel):
@@ -59,19 +67,9 @@ def by_layer(config: ModelConfig, table: Callable[[Any, int], dict[str, Entry]])
 
 def table(config: ModelConfig) -> dict[str, Entry]:
     """Maps parameter paths to Hugging Face tensors; the base of other families' tables."""
-    c = config
-    h, f = c.hidden_size, c.intermediate_size
-    entries = ends(c)
-    for i in range(c.num_hidden_layers):
-        path, source = f"blocks/{i}", f"model.layers.{i}"
-        attention, mlp = f"{source}.self_attn", f"{source}.mlp"
-        entries |= {
-            f"{path}/input_norm": plain(f"{source}.input_layernorm.weight", h),
-            f"{path}/post_norm": plain(f"{source}.post_attention_layernorm.weight", h),
-            f"{path}/attention/qkv": qkv(c, attention, h),
-            f"{path}/attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
-            f"{path}/mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
-            f"{path}/mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
-            f"{path}/mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
-        }
-    return entries
+
+    def layer(config: Any, i: int) -> dict[str, Entry]:
+        h, source = config.hidden_size, f"model.layers.{i}"
+        return {"input_norm": plain(f"{source}.input_layernorm.weight", h), **llama_layer(config, source, h)}
+
+    return by_layer(config, layer)

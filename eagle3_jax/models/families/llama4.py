@@ -17,10 +17,10 @@ from jax import P
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.api import linear
-from eagle3_jax.models.checkpoint.table import Entry, functions_of, kernel, plain
+from eagle3_jax.models.checkpoint.table import Entry, functions_of, kernel, plain, swiglu
 from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import llama
-from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, halves, normal, ones, rms_norm
+from eagle3_jax.models.layers import SwiGLU, apply_rope, halves, normal, rms_norm
 from eagle3_jax.models.target import Attend, Rope, TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 
@@ -136,27 +136,23 @@ class SparseMLP(nnx.Module):
         return self.shared(x) + routed.reshape(b, t, self.chosen, h).sum(axis=2).astype(x.dtype)
 
 
-class Block(nnx.Module):
+class Block(llama.Block):
     """One decoder layer."""
 
     def __init__(self, config: Llama4Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
-        c = config
-        self.eps = c.rms_norm_eps
-        self.turned = layer in c.rope_layers
-        self.normed = c.use_qk_norm and self.turned
-        self.chunk = c.attention_chunk_size if layer in c.chunked_layers else None
-        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.input_norm = ones(c.hidden_size, dtype)
-        self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
-        self.post_norm = ones(c.hidden_size, dtype)
-        if layer in c.expert_layers:
-            self.mlp = SparseMLP(c, dtype=dtype, rngs=rngs)
-        else:
-            self.mlp = SwiGLU(c.hidden_size, c.intermediate_size_mlp, dtype=dtype, rngs=rngs)
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.turned = layer in config.rope_layers
+        self.normed = config.use_qk_norm and self.turned
+        self.chunk = config.attention_chunk_size if layer in config.chunked_layers else None
+
+    def feed_forward(self, config: Llama4Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.Module:
+        if layer in config.expert_layers:
+            return SparseMLP(config, dtype=dtype, rngs=rngs)
+        return SwiGLU(config.hidden_size, config.intermediate_size_mlp, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t h"], given: tuple[Rope, Array], attend: Attend) -> Float[Array, "b t h"]:
         rope, temperature = given
-        q, k, v = self.attention.heads(self.attention.fused(rms_norm(x, self.input_norm[...], self.eps)))
+        q, k, v = self.heads(self.attention.fused(rms_norm(x, self.input_norm[...], self.eps)))
         if self.turned:
             q, k = apply_rope(halves(q), rope), apply_rope(halves(k), rope)
         else:
@@ -202,8 +198,7 @@ def table(config: Llama4Config) -> dict[str, Entry]:
                 f"{path}/expert_down": plain(f"{experts}.down_proj", count, f, h),
             }
             path, source, width = f"{path}/shared", f"{source}.shared_expert", f
-        for name, shape in (("gate", (width, h)), ("up", (width, h)), ("down", (h, width))):
-            entries[f"{path}/{name}"] = kernel(f"{source}.{name}_proj.weight", *shape)
+        entries |= {f"{path}/{name}": entry for name, entry in swiglu(source, h, width).items()}
     return entries
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from eagle3_jax.kernels.gated_delta.tokens import Tokens
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import LayerCache, LayerPass
-from eagle3_jax.models.checkpoint.table import Entry, grouped, kernel, plain, stacked, taps
+from eagle3_jax.models.checkpoint.table import Entry, grouped, kernel, plain, swiglu, taps
 from eagle3_jax.models.families import qwen3_moe
 from eagle3_jax.models.families.gemma3 import OffsetNormed, offset_norm
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, normal, ones, rms_norm, zeros
@@ -293,30 +293,19 @@ def _delta(config: Any, path: str, source: str) -> dict[str, Entry]:
 
 def _mlp(config: Any, layer: int, path: str, source: str) -> dict[str, Entry]:
     c, h, path, source = config, config.hidden_size, f"{path}/mlp", f"{source}.mlp"
-
-    def dense(path: str, source: str, width: int) -> dict[str, Entry]:
-        shapes = {"gate": (width, h), "up": (width, h), "down": (h, width)}
-        return {f"{path}/{name}": kernel(f"{source}.{name}_proj.weight", *shape) for name, shape in shapes.items()}
-
     if layer not in getattr(c, "expert_layers", ()):
-        return dense(path, source, c.intermediate_size)
-    count, width, experts = c.num_experts, c.moe_intermediate_size, f"{source}.experts"
-    routed = {}
-    for name, whole, place in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", 0)):
-        names = [f"{experts}.{j}.{name}_proj.weight" for j in range(count)]
-        shape = (h, width) if name == "down" else (width, h)
-        fused = f"{experts}.{whole}_proj", place, 1 if name == "down" else 2  # Qwen 3.5's spelling on the hub
-        routed[f"{path}/experts/expert_{name}"] = stacked(names, *shape, fused=fused)
-    return routed | {
-        f"{path}/router": kernel(f"{source}.gate.weight", count, h),
-        f"{path}/shared_gate": kernel(f"{source}.shared_expert_gate.weight", 1, h),
-        **dense(f"{path}/shared", f"{source}.shared_expert", c.shared_expert_intermediate_size),
-    }
+        entries = swiglu(source, h, c.intermediate_size)
+    else:
+        entries = qwen3_moe.experts_table(c, source, ("gate_proj", "up_proj", "down_proj"), fused=True)
+        entries["shared_gate"] = kernel(f"{source}.shared_expert_gate.weight", 1, h)
+        shared = swiglu(f"{source}.shared_expert", h, c.shared_expert_intermediate_size)
+        entries |= {f"shared/{name}": entry for name, entry in shared.items()}
+    return {f"{path}/{name}": entry for name, entry in entries.items()}
 
 
 MTP = "mtp."
 
 
 def unused(config: Any) -> tuple[str, ...]:
-    """Prefixes of the tensors that are not read: those of the layer in `qwen3_5_mtp`, which predicts further tokens."""
+    """Prefixes of the tensors that are not read: those of the layer in `drafts.mtp`, which predicts further tokens."""
     return (MTP,)

@@ -77,7 +77,7 @@ class Block(qwen3.Block):
     def __init__(self, config: Qwen3MoeConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
         if layer in config.expert_layers:
-            self.mlp = SparseMLP(config, dtype=dtype, rngs=rngs)  # pyrefly: ignore
+            self.mlp = SparseMLP(config, dtype=dtype, rngs=rngs)
 
 
 class Qwen3Moe(TargetModel):
@@ -95,11 +95,16 @@ def table(config: Qwen3MoeConfig) -> dict[str, Entry]:
     return entries
 
 
-def experts_table(config: Any, source: str, names: tuple[str, str, str]) -> dict[str, Entry]:
-    """Maps parameter paths in `SparseMLP` to tensors whose names begin with `source`; `names` of gate, up and down."""
+def experts_table(config: Any, source: str, names: tuple[str, str, str], *, fused: bool = False) -> dict[str, Entry]:
+    """Maps parameter paths in `SparseMLP` to tensors whose names begin with `source`; `names` of gate, up and down.
+
+    `fused`: a checkpoint may have one tensor for all experts, with gate and up in it, as Qwen 3.5's on the hub.
+    """
     c, h, f = config, config.hidden_size, config.moe_intermediate_size
     entries = {"router": kernel(f"{source}.gate.weight", c.num_experts, h)}
-    for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
+    wholes = ("gate_up_proj", 0, 2), ("gate_up_proj", 1, 2), ("down_proj", 0, 1)
+    for ours, theirs, (whole, *place) in zip(("gate", "up", "down"), names, wholes, strict=True):
         each = [f"{source}.experts.{j}.{theirs}.weight" for j in range(c.num_experts)]
-        entries[f"experts/expert_{ours}"] = stacked(each, *((h, f) if ours == "down" else (f, h)))
+        other = (f"{source}.experts.{whole}", *place) if fused else None
+        entries[f"experts/expert_{ours}"] = stacked(each, *((h, f) if ours == "down" else (f, h)), fused=other)
     return entries

@@ -1,5 +1,6 @@
 """The interface that rounds rely on, for every kind of draft."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,12 +12,11 @@ from flax import nnx
 
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.models.cache import Pass
-from eagle3_jax.models.drafts.deepseek_mtp import DeepseekMtp
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
-from eagle3_jax.models.drafts.head import Head
-from eagle3_jax.models.drafts.mimo_mtp import MimoMtp
+from eagle3_jax.models.drafts.head import Head, HeadConfig
 from eagle3_jax.models.drafts.model import DraftModel
+from eagle3_jax.models.drafts.mtp import DeepseekMtp, MimoMtp
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.target import TargetModel
 
@@ -33,7 +33,9 @@ def eagle3(**flags: Any) -> DraftHead:
 
 
 def eagle2() -> Eagle2Head:
-    return Eagle2Head(Eagle2Config(60, 60, 32, 24, 4, 2, 8, 1e-5, 1e4, 64, target_layers=3), rngs=nnx.Rngs(1))
+    config = DraftHeadConfig.for_target(DraftConfig(vocab_size=60), target("llama").config)
+    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(HeadConfig)}
+    return Eagle2Head(Eagle2Config(**shared, target_layers=3), rngs=nnx.Rngs(1))
 
 
 HEADS = {

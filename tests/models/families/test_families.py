@@ -23,7 +23,7 @@ from eagle3_jax.mesh import make_mesh, parameter_path, shardings
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model
-from eagle3_jax.models.drafts import deepseek_mtp
+from eagle3_jax.models.drafts.mtp import DeepseekMtp
 from eagle3_jax.models.families import FAMILIES, dense_configs, family_of, read_shape
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import is_quantised
@@ -563,7 +563,7 @@ def test_deepseek_v3_reads_all_of_what_is_published():
     head = config.vocab_size, config.hidden_size
     copies = {f"model.layers.{layers}.{name}.weight": head for name in ("embed_tokens", "shared_head.head")}
     tensors = {name: (shape, "BF16") for name, shape in copies.items()}
-    for table in (family_of(config).table(config), deepseek_mtp.table(config)):
+    for table in (family_of(config).table(config), DeepseekMtp.table(config)):
         for entry in table.values():
             tensors |= {name: (shape, entry.dtypes[0]) for name, shape in entry.tensors.items()}
 
