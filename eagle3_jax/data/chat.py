@@ -38,16 +38,11 @@ def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, Any]] = (), op
 def encode(
     tokenizer: Any, messages: Messages, tools: Tools | None = None
 ) -> tuple[Int32[np.ndarray, " l"], UInt8[np.ndarray, " l"]]:
-    """Tokenises a conversation and masks the assistant's tokens.
+    """Tokenises a conversation, with at least one assistant turn, none of them first.
 
-    Args:
-        messages: at least one assistant turn, none of them first. A turn's `reasoning_content` and `tool_calls` count
-            as the assistant's where the template renders them.
-        tools: what the target was told that it may call.
-
-    Returns:
-        Token ids, and a mask that is 1 on the tokens of every assistant turn and on its end-of-turn token. The
-        template's own text (headers, the line break after the end of a turn) is 0.
+    Returns token ids, and a mask that is 1 on the tokens of every assistant turn, with its `reasoning_content` and
+    `tool_calls` where the template renders them, and on its end-of-turn token. The template's own text (headers, the
+    line break after the end of a turn) is 0.
 
     Raises ValueError: the template refuses the messages, or rewrites a turn so that it cannot be found; or a turn has
     no token, or every token is the assistant's.

@@ -66,9 +66,8 @@ def _sampled(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields (token ids, loss mask) of the target's prompts and drawn answers.
 
-    A later turn's prompt is rendered from the earlier answers' text, as at sampling. If that yields the drawn ids
-    again, both turns are one sequence with each answer in the mask. If not (another tokenisation of the same text,
-    thoughts that the template drops), the later turn begins a new sequence, with its history outside the mask.
+    A later turn's prompt is rendered from the earlier answers' text, as at sampling. If that does not yield the drawn
+    ids again (another tokenisation, thoughts that the template drops), a new sequence begins, with its history masked.
     """
     ids, mask = list[int](), list[int]()
     for index, answer in zip(_turns(messages), answers, strict=True):
@@ -86,12 +85,9 @@ def _tokenised(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields (token ids, loss mask) of text.
 
-    Templates drop the reasoning of earlier turns, whether `reasoning_content` holds it or the content does. Where that
-    happens a sequence ends with its turn, reasoning included, and the next begins with the history as the template has
-    it then, outside the mask.
-
-    A truncated answer loses the end-of-turn token that the chat template appends: the target did not choose it, so it
-    must not be learned.
+    Templates drop the reasoning of earlier turns. Where that happens a sequence ends with its turn, reasoning included,
+    and the next begins with the history as the template has it then, masked. A truncated answer loses the end-of-turn
+    token that the template appends: the target did not choose it.
     """
     turns = _turns(messages)
     answers = [messages[index] for index in turns]

@@ -22,20 +22,16 @@ _PERMUTATIONS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What is compared of a prompt.
+    """What is compared of a prompt."""
 
-    Attributes:
-        shingles: uint64 [n], ascending: a hash of each run of three words of the users' turns. A long system prompt
-            would make all its prompts alike; prompts under different ones share no hash.
-        bands: uint64 [b], a hash of each band of the MinHash signature, and of the band's number.
-    """
-
+    # uint64 [n], ascending: a hash of each run of three words of the users' turns. A long system prompt would make all
+    # its prompts alike; prompts under different ones share no hash.
     shingles: np.ndarray
-    bands: np.ndarray
+    bands: np.ndarray  # uint64 [b], a hash of each band of the MinHash signature, and of the band's number
 
 
 def signature(messages: filters.Messages, near: float) -> Signature:
-    """Computes the signature of a prompt. Args: near: the threshold, which decides how many bands there are."""
+    """Computes the signature of a prompt; `near`, the threshold, decides how many bands there are."""
     system, questions = filters.questions(messages)
     runs = filters.shingles(questions, under=system)
     shingles = np.sort(np.frombuffer(b"".join(runs), dtype="<u8"))

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import math
 import re
 import resource
 import threading
@@ -21,6 +19,7 @@ from typing import Any, Literal, SupportsIndex
 
 import ml_dtypes  # noqa: F401  (names of dtypes)
 import numpy as np
+import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
@@ -63,13 +62,11 @@ class FeatureError(ValueError):
 def encode_record(record: Record) -> bytes:
     """Serialises one conversation's features.
 
-    Args:
-        record: `token_ids` int32 [L]; `loss_mask` uint8 [L], 1 where the token is the target's own; `aux` bfloat16
-            [L, n_aux * H], the aux hidden states in ascending order of boundary;
-            `last_hidden` bfloat16 [L, H], after the target's final norm; `argmax` int32 [L], the target's most likely
-            token after position t. The last three, the target's states, are all present or all absent. In 8 bits `aux`
-            and `last_hidden` are float8_e4m3fn, times `aux_scale` float32 [L, n_aux] and `last_hidden_scale` float32
-            [L, 1] (see `models.fp8`).
+    `token_ids` int32 [L]; `loss_mask` uint8 [L], 1 where the token is the target's own; `aux` bfloat16 [L, n_aux * H],
+    the aux hidden states in ascending order of boundary; `last_hidden` bfloat16 [L, H], after the target's final norm;
+    `argmax` int32 [L], the target's most likely token after position t. The last three are all present or all absent.
+    In 8 bits `aux` and `last_hidden` are float8_e4m3fn, times `aux_scale` float32 [L, n_aux] and `last_hidden_scale`
+    float32 [L, 1] (see `models.fp8`).
 
     Raises FeatureError: missing or surplus fields, wrong dtypes, lengths that do not agree, or a scale that is none.
     """
@@ -78,24 +75,14 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes) -> Record:
-    """Inverts `encode_record`; the arrays share the memory of `data`. Raises FeatureError: not a feature record."""
+    """Inverts `encode_record`. Raises FeatureError: not a feature record."""
     try:
-        start = 8 + int.from_bytes(data[:8], "little")
-        parts = json.loads(data[8:start]).items()
-        record = {name: _array(data, start, part) for name, part in parts if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        parts = safetensors.deserialize(data)
+        record = {name: np.frombuffer(x["data"], _DTYPES[x["dtype"]]).reshape(x["shape"]) for name, x in parts}
+    except (safetensors.SafetensorError, KeyError) as error:
         raise FeatureError(f"feature record: {error}") from error
     _check(record)
     return record
-
-
-def _array(data: bytes, start: int, part: dict[str, Any]) -> np.ndarray:
-    """Returns an array of a record whose arrays begin at byte `start`."""
-    first, end = part["data_offsets"]
-    count, dtype = math.prod(part["shape"]), _DTYPES[part["dtype"]]
-    if end - first != count * dtype.itemsize or first < 0:
-        raise ValueError(f"got bytes {first} to {end} for {count} numbers of {dtype}")
-    return np.frombuffer(data, dtype, count, start + first).reshape(part["shape"])
 
 
 def shard_path(folder: str | disk.Path, index: int, shards: int) -> disk.Path:
@@ -150,13 +137,10 @@ def read_notes(path: str | disk.Path) -> Any:
 
 
 class FeatureSource:
-    """Random access over all shards of a folder; a data source as grain's `MapDataset.source` takes it.
+    """Random access over all shards of a folder; `lengths` are the tokens of each record, int32 [records].
 
     The constructor reads only the sidecars. A shard is opened at its first read and stays open, and an instance can be
     pickled for worker processes.
-
-    Attributes:
-        lengths: int32 [records], tokens of each record.
 
     Raises FeatureError: in the constructor, a missing, foreign or truncated shard; at a read, an altered one.
     """
@@ -207,7 +191,6 @@ class FeatureSource:
         return f"{conversation}{self.folder.name}/{path.name}[{at}]"
 
     def _start(self, shard: int) -> int:
-        """Returns the index of the shard's first record."""
         return int(self._ends[shard - 1]) if shard else 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,7 +225,7 @@ def _checked_sidecar(path: disk.Path) -> dict[str, Any]:
 
 
 def _shards(folder: disk.Path) -> list[disk.Path]:
-    """Lists all shards in order. Raises FeatureError if they are not one complete set."""
+    """Lists all shards in order."""
     paths = sorted(folder.glob(f"*{_SUFFIX}"))
     if not paths:
         raise FeatureError(f"{folder}: no {_SUFFIX} files, expected the output of `python -m eagle3_jax.extract`")

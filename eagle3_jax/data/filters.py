@@ -141,7 +141,7 @@ class Benchmarks:
 def opening_hash(messages: Messages) -> str:
     """Hashes the user's first words, so that several questions on one passage share a hash; sha256 in hex."""
     words = questions(messages)[1].casefold().split()[:_OPENING_WORDS]
-    return hashlib.sha256(" ".join(words).encode("utf-8")).hexdigest()
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()
 
 
 def _texts(record: Any) -> Iterator[str]:

@@ -58,8 +58,8 @@ class PackedRows:
     the record), int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H], with their scales where the records have
     some (see `features.encode_record`). Without states, `argmax` and the others are absent.
 
-    Attributes:
-        tokens: in all rows, without padding. padding: its share in all rows.
+    `tokens` are those in all rows without padding, `padding` is its share. `epochs` may be fractional. Empty rows fill
+    the number of rows, at most `max_rows`, up to a `multiple`, the batch size. `states` reads the target's states too.
     """
 
     def __init__(
@@ -73,13 +73,6 @@ class PackedRows:
         max_rows: int | None = None,
         states: bool = True,
     ) -> None:
-        """
-        Args:
-            multiple: the batch size; empty rows fill the number of rows up to a multiple of it.
-            epochs: number of passes, which may be fractional.
-            max_rows: largest number of rows.
-            states: reads the target's states too.
-        """
         if not len(source.lengths):
             raise ValueError("features: got no records, expected at least one")
         self.source, self.row_length = source, row_length

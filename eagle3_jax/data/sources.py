@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from eagle3_jax.config import ConversationsSource, JsonlSource, PackagedSource, SelfSource, Source, TfdsSource
 from eagle3_jax.data import filters, lines
 from eagle3_jax.models import chat_template
 from eagle3_jax.runs import disk, processes
@@ -67,10 +68,52 @@ class Reject:
 
 
 Record = Prompt | Reject
+FileSource = JsonlSource | ConversationsSource
 
 
 class BrokenRecord(Exception):
     """A record of no known form; the message is the reason, without the record's content."""
+
+
+def label(source: Source) -> str:
+    """Names a source in counts and among the rejects."""
+    if isinstance(source, FileSource):
+        return f"{source.kind}:{pathlib.Path(source.path).name}"
+    return f"tfds:{source.name}" if isinstance(source, TfdsSource) else source.kind
+
+
+def read(source: Source, written: Sequence[tuple[list[str], str]] = ()) -> Iterator[Record]:
+    """Yields the records of a source, up to its limit of prompts, see `read_part`."""
+    prompts, limit = 0, source.count if isinstance(source, SelfSource) else source.limit
+    for record in read_part(source, written=written):
+        if isinstance(record, dict):
+            if prompts == limit:
+                return
+            prompts += 1
+        yield record
+
+
+def read_part(
+    source: Source, part: lines.Part | None = None, written: Sequence[tuple[list[str], str]] = ()
+) -> Iterator[Record]:
+    """Yields the records of a source, or of a part of its file; those that name no licence get the source's.
+
+    `written`: what the target wrote for a source of kind `self`. Raises ValueError, OSError: an unreadable source.
+    """
+    license = "apache-2.0" if isinstance(source, PackagedSource) else source.license
+    if isinstance(source, FileSource):
+        reader = jsonl if isinstance(source, JsonlSource) else conversations
+        found = reader(source.path, source.category, part)
+    elif isinstance(source, SelfSource):
+        found = self_written(written, source.category, source.system)
+    elif isinstance(source, TfdsSource):
+        found = tfds(source.name, source.field, source.split, source.category)
+    else:
+        found = packaged()
+    for record in found:
+        if license is not None and isinstance(record, dict):
+            record.setdefault("license", license)
+        yield record
 
 
 def packaged() -> Iterator[Record]:
@@ -137,15 +180,13 @@ def self_written(
             users = [{"role": "user", "content": turn} for turn in turns]
             yield _record({"messages": head + users}, "self", number, category)
         else:
-            cut = "the target did not end its prompt"
-            reason = f"shorter than {min_chars} characters" if finish_reason == "stop" else cut
-            yield Reject("self", number, reason, filters.excerpt(turns[0]))
+            short, cut = f"shorter than {min_chars} characters", "the target did not end its prompt"
+            yield Reject("self", number, short if finish_reason == "stop" else cut, filters.excerpt(turns[0]))
 
 
 def _records(
     numbered: Iterable[tuple[int, bytes]], source: str, category: str, take: _Take | None = None
 ) -> Iterator[Record]:
-    """Yields the record of each line: JSON, but text in a text file of prompts."""
     is_text = re.fullmatch(r"jsonl:.*\.txt(\.gz)?", source)
     for number, raw in numbered:
         reason = "not valid JSON"
@@ -164,7 +205,7 @@ def _records(
 
 
 def _record(record: Any, source: str, number: int, category: str, take: _Take | None = None) -> Record:
-    """Args: take: selects from a conversation's messages; None keeps prompts without answers."""
+    """Makes a record; `take` selects from a conversation's messages, None keeps prompts without answers."""
     try:
         messages = _messages(record, answered=take is not None)
         messages, tools = messages if take is None else take(messages), _tools(record)
@@ -200,8 +241,7 @@ def _messages(record: Any, *, answered: bool) -> Messages:
         turn if turn["role"] in _ANSWERING else turn | {"content": filters.normalise(turn["content"])} for turn in turns
     ]
     messages = [message for message in messages if message["content"] or message["role"] != "system"]
-    late = any(message["role"] == "system" for message in messages[1:])
-    _require(not late, "a system message after the first message")
+    _require(all(m["role"] != "system" for m in messages[1:]), "a system message after the first message")
     users = [message["content"] for message in messages if message["role"] == "user"]
     _require(bool(users), "no user message")
     _require(all(users), "an empty user message")
@@ -250,14 +290,12 @@ def _turns(turns: Any, name: str, role_field: str, content_field: str, answered:
         kept: dict[str, Any] = {"role": _ROLES[role], "content": _text(content, f"{name}: {content_field}")}
         if _ROLES[role] in _ANSWERING:
             for field in filter(turn.get, _KEPT):
-                is_calls = field == "tool_calls"
-                kept[field] = (_objects if is_calls else _text)(turn[field], f"{name}: {field}")
+                kept[field] = (_objects if field == "tool_calls" else _text)(turn[field], f"{name}: {field}")
         found.append(kept)
     return found
 
 
 def _tools(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The definitions of a record, none where it has none."""
     tools = _objects(record.get("tools") or [], "tools")
     _text(json.dumps(tools, ensure_ascii=False), "tools")
     return tools
@@ -333,5 +371,5 @@ def spread(prompts: Sequence[Any], limit: int | None) -> list[Any]:
     by_category: dict[str, list[Any]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt["category"], []).append(prompt)
-    turns = [(turn, prompt) for members in by_category.values() for turn, prompt in enumerate(members)]
-    return [prompt for _, prompt in sorted(turns, key=lambda item: item[0])][:limit]
+    turns = itertools.zip_longest(*by_category.values())
+    return [prompt for turn in turns for prompt in turn if prompt is not None][:limit]

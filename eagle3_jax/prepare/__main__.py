@@ -13,9 +13,10 @@ from typing import Any
 import tqdm
 
 from eagle3_jax.config import RunConfig, SelfSource, TfdsSource, run_file
+from eagle3_jax.data import sources
 from eagle3_jax.data.duplicates import Duplicates, signature
 from eagle3_jax.data.split import StratifiedSplit, by_category
-from eagle3_jax.prepare import reading, result, self_prompting
+from eagle3_jax.prepare import result, self_prompting
 from eagle3_jax.prepare.cleaning import Cleaned, Cleaner
 from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK, Result
 from eagle3_jax.prepare.self_prompting import Written
@@ -72,9 +73,9 @@ def _in_process(config: RunConfig, folder: disk.Path, written: Written) -> Resul
     cleaner, duplicates = Cleaner(section, folder / FINDINGS), Duplicates(section.near_duplicate)
     found: list[Cleaned] = []
     records = (
-        (reading.label(source), record)
+        (sources.label(source), record)
         for number, source in enumerate(section.sources)
-        for record in reading.read(source, written.get(number, ()))
+        for record in sources.read(source, written.get(number, ()))
     )
     for cleaned in tqdm.tqdm(cleaner.clean(records), desc="prepare", unit=" prompts", mininterval=1.0):
         command.stop_point()
@@ -99,7 +100,7 @@ def _identity(config: RunConfig) -> dict[str, Any]:
         what["cloud_dlp"] = {name: service[name] for name in ("location", "info_types", "min_likelihood")}
     identity: dict[str, Any] = {"verb": "prepare", "prepare": what, "seed": config.seed}
     identity["inputs"] = {}
-    files = [source.path for source in section.sources if isinstance(source, reading.FileSource)]
+    files = [source.path for source in section.sources if isinstance(source, sources.FileSource)]
     for name, paths in (("sources: path", files), ("benchmarks", section.benchmarks)):
         for path in paths:
             try:

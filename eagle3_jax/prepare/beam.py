@@ -29,7 +29,7 @@ from eagle3_jax.config import PrepareConfig, RunConfig
 from eagle3_jax.data import lines, sources
 from eagle3_jax.data.duplicates import EXACT, NEAR, Duplicates, Signature, signature
 from eagle3_jax.data.split import Bounds, StratifiedSplit, by_category, joined
-from eagle3_jax.prepare import reading, result
+from eagle3_jax.prepare import result
 from eagle3_jax.prepare.cleaning import Cleaned, Cleaner
 from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, WORK, Result
 from eagle3_jax.prepare.self_prompting import Written
@@ -108,8 +108,8 @@ def plan(config: RunConfig, written: Written, work: disk.Path) -> list[Block]:
         return [Block(**values | {"part": values["part"] and lines.Part(**values["part"])}) for values in found]
     blocks: list[Block] = []
     for index, source in enumerate(config.prepare.sources):
-        if not isinstance(source, reading.FileSource):
-            records = reading.read(source, written.get(index, ()))
+        if not isinstance(source, sources.FileSource):
+            records = sources.read(source, written.get(index, ()))
             while batch := list(itertools.islice(records, _RECORDS)):
                 copy = work / "copies" / f"{len(blocks):05d}.jsonl"
                 with lines.written(copy) as add:
@@ -129,25 +129,25 @@ def plan(config: RunConfig, written: Written, work: disk.Path) -> list[Block]:
     return blocks
 
 
-def _line_beyond(source: reading.FileSource) -> int | None:
+def _line_beyond(source: sources.FileSource) -> int | None:
     """Returns the number of the line behind the source's limit of prompts; None where all are within it."""
     if source.limit is None:
         return None
-    prompts = (record["line"] for record in reading.read_part(source) if isinstance(record, dict))
+    prompts = (record["line"] for record in sources.read_part(source) if isinstance(record, dict))
     return next(itertools.islice(prompts, source.limit, None), None)
 
 
-def _read(section: PrepareConfig, block: Block) -> Iterator[reading.Record]:
+def _read(section: PrepareConfig, block: Block) -> Iterator[sources.Record]:
     """Yields the records of a block. Raises ValueError, OSError: an unreadable source, or one that has changed."""
     source = section.sources[block.source]
     if block.copy is not None:
         for values in disk.read_jsonl(block.copy):
             yield sources.Reject(**values["reject"]) if "reject" in values else values["prompt"]
     elif block.part is None:
-        yield from reading.read(source)
+        yield from sources.read(source)
     else:
-        assert isinstance(source, reading.FileSource)
-        for record in reading.read_part(source, block.part):
+        assert isinstance(source, sources.FileSource)
+        for record in sources.read_part(source, block.part):
             number = record.line if isinstance(record, sources.Reject) else record["line"]
             if block.before is None or number < block.before:
                 yield record
@@ -198,7 +198,7 @@ def _clean(block: Block, job: _Job) -> None:
 
 
 def _write_cleaned(block: Block, job: _Job) -> None:
-    label, signed = reading.label(job.section.sources[block.source]), list[tuple[int, bytes, Signature]]()
+    label, signed = sources.label(job.section.sources[block.source]), list[tuple[int, bytes, Signature]]()
     with lines.written(job.work("cleaned", block.number)) as add:
         records = ((label, record) for record in _read(job.section, block))
         for number, cleaned in enumerate(_cleaner(job.section).clean(records)):

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 import httpx2
 
 from eagle3_jax.config import CloudDlpConfig, PrepareConfig
+from eagle3_jax.data import sources
 from eagle3_jax.data.personal import Span
-from eagle3_jax.prepare import reading
 from eagle3_jax.runs import command, disk
 from eagle3_jax.runs.bucket import clients
 
@@ -130,8 +130,8 @@ def cost(count: int) -> str:
 
 def foretold(section: PrepareConfig) -> str:
     """Says, before anything is sent, what it costs at most; a thousand prompts of 1 KB where no file tells."""
-    files = [s for s in section.sources if isinstance(s, reading.FileSource) and not s.path.endswith(".gz")]
-    others = ", ".join(reading.label(source) for source in section.sources if source not in files)
+    files = [s for s in section.sources if isinstance(s, sources.FileSource) and not s.path.endswith(".gz")]
+    others = ", ".join(sources.label(source) for source in section.sources if source not in files)
     known = cost(sum(disk.size(disk.path_of(source.path)) for source in files))
     estimate = f"Cloud DLP inspects at most {known} (the first GB of a month is free)"
     return estimate + (f"; and for each thousand prompts of 1 KB of {others} {cost(1_000_000)}" if others else "")

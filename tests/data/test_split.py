@@ -7,20 +7,18 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.data.split import Bounds, HeldOut, StratifiedSplit, by_category, joined, widest
+from eagle3_jax.data.split import StratifiedSplit, by_category, joined
 
 
-def bounds(hashes: list[tuple[str, str]]) -> Bounds | None:
-    """Of prompts, each given as its (opening hash, content hash)."""
-    return widest((opening, opening, content, content) for opening, content in hashes)
+def of_all(hashes: list[tuple[str, str]], held_out: float) -> StratifiedSplit:
+    """Of prompts of one category, each given as its (opening hash, content hash)."""
+    return StratifiedSplit(by_category(("", *pair) for pair in hashes), held_out)
 
 
 def sides(hashes: list[str], held_out: float) -> list[bool]:
     """Of prompts whose openings are all different where their contents are."""
-    pairs = [(digest, digest) for digest in hashes]
-    split = HeldOut(bounds(pairs), held_out)
-    assert HeldOut(widest(filter(None, (bounds([pair]) for pair in pairs))), held_out) == split
-    return [split.holds_out(*pair) for pair in pairs]
+    split = of_all([(digest, digest) for digest in hashes], held_out)
+    return [split.holds_out("", digest, digest) for digest in hashes]
 
 
 @examples(30)
@@ -45,8 +43,8 @@ def test_share_and_minimum():
         first, second, third = sides([hashes[0], hashes[1], hashes[0]], held_out)
         assert first == third != second
     alike = [(hashes[0], content) for content in hashes]  # where all begin alike, what follows decides
-    split = HeldOut(bounds(alike), 0.1)
-    assert abs(sum(split.holds_out(*pair) for pair in alike) / 2000 - 0.1) < 0.02
+    split = of_all(alike, 0.1)
+    assert abs(sum(split.holds_out("", *pair) for pair in alike) / 2000 - 0.1) < 0.02
 
 
 def test_every_category_is_on_both_sides():
@@ -58,7 +56,7 @@ def test_every_category_is_on_both_sides():
     for category, *rest in prompts:
         sides.setdefault(category, []).append(split.holds_out(category, *rest))
     assert all(set(found) == {True, False} for category, found in sides.items() if len(found) > 1)
-    assert sides["one"] == [HeldOut(bounds([(x, x) for x in hashes]), 0.1).holds_out(hashes[-1], hashes[-1])]
+    assert sides["one"] == [of_all([(x, x) for x in hashes], 0.1).holds_out("", hashes[-1], hashes[-1])]
     assert abs(sum(sides["many"]) / 290 - 0.1) < 0.05
     assert by_category(prompts) == joined([by_category(prompts[:7]), {}, by_category(prompts[7:])])
     with pytest.raises(ValueError, match="got 1 usable prompts"):
