@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 import pathlib
 import sys
 
@@ -10,15 +11,13 @@ import pytest
 import tiny
 from hypothesis import strategies
 
-from eagle3_jax.config import run_file
+from eagle3_jax.config import RunConfig, run_file
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tools"))
 import quickstart_size
-from quickstart_size import Rates, Work
+from quickstart_size import Rates
 
 CONFIG = run_file.load(pathlib.Path(__file__).parents[1] / "configs/quickstart.yaml")
-WHOLE = quickstart_size.full(CONFIG)
-LEAST = Work(52, 6, 6)
 FAST = Rates(reading=2000.0, answering=900.0, step=0.3, prompt_tokens=95.0)
 MACHINES = strategies.builds(
     Rates,
@@ -33,47 +32,41 @@ def slower(rates: Rates, times: float) -> Rates:
     return Rates(rates.reading / times, rates.answering / times, rates.step * times, rates.prompt_tokens)
 
 
-def minutes(work: Work, rates: Rates) -> float:
-    return quickstart_size.seconds(work, rates, CONFIG) / 60
+def work(config: RunConfig) -> tuple[object, object, object]:
+    packaged, written = config.prepare.sources
+    return packaged.limit, written.count, config.evaluate.limit
 
 
 def test_a_fast_machine_does_all_of_it_and_a_slow_one_the_least():
-    assert quickstart_size.choose(FAST, CONFIG, spent=60) == WHOLE == Work(520, 60, 15)
-    assert quickstart_size.choose(slower(FAST, 50), CONFIG, spent=60) == LEAST
+    assert quickstart_size.choose(FAST, CONFIG, spent=60) == 100
+    assert quickstart_size.choose(slower(FAST, 50), CONFIG, spent=60) == quickstart_size.LEAST
+    assert work(quickstart_size.cut(CONFIG, 100)) == (520, 60, 15) == work(CONFIG)
+    assert work(quickstart_size.cut(CONFIG, quickstart_size.LEAST)) == (52, 6, 6)
 
 
 @hypothesis.given(MACHINES, strategies.floats(0, 3600))
 def test_what_is_chosen_fits_or_is_the_least(rates, spent):
-    work = quickstart_size.choose(rates, CONFIG, spent)
-    for chosen, least, most in zip(work, LEAST, WHOLE, strict=True):
-        assert least <= chosen <= most
-    if work != LEAST:
-        assert spent / 60 + minutes(work, rates) <= 18  # the rest of the 20 is reserve
+    percent = quickstart_size.choose(rates, CONFIG, spent)
+    assert 10 <= percent <= 100
+    if percent > 10:  # the rest of the 20 minutes is reserve
+        assert spent + quickstart_size.seconds(quickstart_size.cut(CONFIG, percent), rates) <= 18 * 60
 
 
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    """A YAML whose run lies in a folder of the test, on a machine that is measured as half as fast as is enough."""
-    path = tmp_path / "quickstart.yaml"
-    given = run_file.to_dict(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run")))
-    path.write_text(json.dumps(given))
+def test_the_choice_is_kept_for_a_rerun(tmp_path, monkeypatch):
+    config, written = tmp_path / "quickstart.yaml", tmp_path / "run/config.yaml"
+    config.write_text(json.dumps(run_file.to_dict(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run")))))
     monkeypatch.setattr(quickstart_size, "measure", lambda config: slower(FAST, 3.5))
-    return path
-
-
-def test_the_choice_is_kept_for_a_rerun(config, tmp_path, monkeypatch):
     first = quickstart_size.prepare(config, spent=60)
-    chosen = run_file.load(tmp_path / "run/config.yaml")
-    work = quickstart_size.full(chosen)
-    assert LEAST.packaged < work.packaged < WHOLE.packaged
-    assert "cut to the machine" in first and f"{work.packaged} of 520 packaged prompts" in first
+    chosen = run_file.load(written)
+    assert 52 < (count := chosen.prepare.sources[0].limit) < 520
+    assert f"{round(count / 5.2)} % of the prompts" in first
     # Nothing but the number of prompts is another one.
-    assert quickstart_size.cut(chosen, WHOLE) == run_file.load(config)
+    both = (run_file.to_dict(x) | {"prepare": None, "evaluate": None} for x in (chosen, run_file.load(config)))
+    assert operator.eq(*both)
     monkeypatch.setattr(quickstart_size, "measure", lambda config: pytest.fail("measured again"))
-    (tmp_path / "run/config.yaml").unlink()
-    again = quickstart_size.prepare(config, spent=5000)
-    assert run_file.load(tmp_path / "run/config.yaml") == chosen
-    assert "as chosen before" in again and f"{work.packaged} of 520 packaged prompts" in again
+    written.unlink()
+    assert "as chosen before" in quickstart_size.prepare(config, spent=5000)
+    assert run_file.load(written) == chosen
 
 
 @pytest.mark.long

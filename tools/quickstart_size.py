@@ -15,13 +15,13 @@ import math
 import pathlib
 import statistics
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from tpu.first_run.sizes import training_step
 
 from eagle3_jax import Engine, SamplingParams
-from eagle3_jax.config import PackagedSource, RunConfig, SelfSource, run_file
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import chat_template
@@ -30,8 +30,7 @@ from eagle3_jax.runs import command, disk, timing
 
 # Seconds for all stages, installation included, and the planned share of them; the rest is reserve.
 LIMIT, PLANNED = 20 * 60, 0.9
-# Smallest share of the prompts: a head trained on fewer shows nothing.
-LEAST = 0.1
+LEAST = 10  # percent of the prompts: a head trained on fewer shows nothing
 # Evaluations in tools/quickstart.sh, and the fewest prompts of each: one per category.
 EVALUATIONS, LEAST_MEASURED = 3, 6
 # Factors beside the rates. `extract` takes this many times the time of reading a token (it also computes the argmax and
@@ -51,55 +50,34 @@ class Rates(NamedTuple):
     prompt_tokens: float
 
 
-class Work(NamedTuple):
-    """Numbers of packaged prompts, of prompts that the target writes, and of prompts to measure with."""
-
-    packaged: int
-    self_written: int
-    measured: int
-
-
-def full(config: RunConfig) -> Work:
-    """Reads the config's work. Raises ValueError: no limits, or not one packaged and one self-written source."""
-    packaged = [source.limit for source in config.prepare.sources if isinstance(source, PackagedSource)]
-    written = [source.count for source in config.prepare.sources if isinstance(source, SelfSource)]
-    counts = [*packaged, *written, config.evaluate.limit]
-    if (len(packaged), len(written)) != (1, 1) or None in counts:
-        raise ValueError(f"prepare.sources, evaluate.limit: got {counts}, expected the limits of the quickstart")
-    return Work(*[count for count in counts if count is not None])
+def cut(config: RunConfig, percent: int) -> RunConfig:
+    """Makes the config with this share of the prompts; epochs and sizes are the quickstart's."""
+    values = run_file.to_dict(config)
+    packaged, written = values["prepare"]["sources"]
+    measured = values["evaluate"], "limit", LEAST_MEASURED
+    for section, field, least in (packaged, "limit", 1), (written, "count", 1), measured:
+        section[field] = max(min(least, section[field]), round(percent / 100 * section[field]))
+    return run_file.from_dict(values)
 
 
-def seconds(work: Work, rates: Rates, config: RunConfig) -> float:
+def seconds(config: RunConfig, rates: Rates) -> float:
     """Estimates the seconds of all stages."""
-    prompts, answer, train = work.packaged + work.self_written, config.regenerate.max_tokens, config.train
+    source: Any
+    (packaged, source), answer, train = config.prepare.sources, config.regenerate.max_tokens, config.train
+    prompts = packaged.limit + source.count
     tokens = prompts * (rates.prompt_tokens + answer)
     rows = math.ceil(tokens * (1 - config.prepare.held_out) * _PADDING / train.row_length)
-    longest = next(source.max_tokens for source in config.prepare.sources if isinstance(source, SelfSource))
-    answered = _TRIED * work.self_written * longest + prompts * answer  # by `prepare` and `regenerate`
-    answered += EVALUATIONS * 2 * work.measured * config.evaluate.max_tokens * _ALONE
+    answered = _TRIED * source.count * source.max_tokens + prompts * answer  # by `prepare` and `regenerate`
+    answered += EVALUATIONS * 2 * config.evaluate.limit * config.evaluate.max_tokens * _ALONE
     read = prompts * rates.prompt_tokens + _EXTRACTING * tokens
     steps = _STARTING + math.ceil(train.epochs * rows / train.batch_size)
     return read / rates.reading + answered / rates.answering + steps * rates.step
 
 
-def choose(rates: Rates, config: RunConfig, spent: float) -> Work:
-    """Chooses the largest work that fits into the planned time, or the least. Args: spent: seconds so far."""
-    whole = work = full(config)
-    for percent in range(100, round(100 * LEAST) - 1, -1):
-        packaged, written, measured = (round(percent / 100 * count) for count in whole)
-        work = Work(max(1, packaged), max(1, written), max(min(LEAST_MEASURED, whole.measured), measured))
-        if spent + seconds(work, rates, config) <= PLANNED * LIMIT:
-            break
-    return work
-
-
-def cut(config: RunConfig, work: Work) -> RunConfig:
-    """Makes the config with this work. Only the prompts change: epochs and sizes are the quickstart's."""
-    values = run_file.to_dict(config)
-    for source in values["prepare"]["sources"]:
-        source |= {"packaged": {"limit": work.packaged}, "self": {"count": work.self_written}}[source["kind"]]
-    values["evaluate"]["limit"] = work.measured
-    return run_file.from_dict(values)
+def choose(rates: Rates, config: RunConfig, spent: float) -> int:
+    """Chooses the largest share that fits into the planned time, or the least. Args: spent: seconds so far."""
+    shares = range(100, LEAST, -1)
+    return next((x for x in shares if spent + seconds(cut(config, x), rates) <= PLANNED * LIMIT), LEAST)
 
 
 def measure(config: RunConfig) -> Rates:
@@ -129,25 +107,24 @@ def measure(config: RunConfig) -> Rates:
 def prepare(path: pathlib.Path, spent: float) -> str:
     """Writes `work.json`, unless it exists, and `config.yaml` into the run's folder. Returns a summary to print."""
     began, config = time.monotonic(), run_file.load(path)
-    whole, folder = full(config), pathlib.Path(config.run_dir)
+    counts = [getattr(x, "limit" if x.kind == "packaged" else "count", None) for x in config.prepare.sources]
+    if len(counts) != 2 or None in (*counts, config.evaluate.limit):
+        raise ValueError(f"prepare.sources, evaluate.limit: got {counts}, expected the limits of the quickstart")
+    folder = pathlib.Path(config.run_dir)
     kept = folder / "work.json"
     if kept.exists():
-        work, summary = Work(**disk.read_json(kept)["work"]), f"as chosen before ({kept})"
+        percent, summary = disk.read_json(kept)["percent"], f"as chosen before ({kept})"
     else:
         rates = measure(config)
         spent += time.monotonic() - began
-        work = choose(rates, config, spent)
-        ends = [round((spent + seconds(x, rates, config)) / 60) for x in (whole, work)]
+        percent = choose(rates, config, spent)
+        whole, chosen = (round((spent + seconds(cut(config, x), rates)) / 60) for x in (100, percent))
         folder.mkdir(parents=True, exist_ok=True)
-        disk.write_json(kept, {"rates": rates._asdict(), "work": work._asdict()})
-        summary = f"all of the work would take about {ends[0]} minutes in all, what is chosen {ends[1]}"
+        disk.write_json(kept, {"rates": rates._asdict(), "percent": percent})
+        summary = f"all of the work would take about {whole} minutes in all, what is chosen {chosen}"
     with disk.atomic(folder / "config.yaml") as temporary:
-        temporary.write_text(yaml.safe_dump(run_file.to_dict(cut(config, work)), sort_keys=False))
-    return (
-        f"{summary}.\nThe work, {'all of it' if work == whole else 'cut to the machine'}: {work.packaged} of "
-        f"{whole.packaged} packaged prompts, {work.self_written} of {whole.self_written} that the target writes, "
-        f"{work.measured} of {whole.measured} to measure with."
-    )
+        temporary.write_text(yaml.safe_dump(run_file.to_dict(cut(config, percent)), sort_keys=False))
+    return f"{summary}.\nThe work: {percent} % of the prompts, packaged, written by the target and measured."
 
 
 def main() -> None:
