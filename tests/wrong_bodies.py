@@ -54,7 +54,7 @@ BOTH = {
     "documents": ([{"text": "a"}],),
     "reasoning_effort": ("none", "low", "high"),
     "verbosity": ("low", "high"),
-    "skip_special_tokens": (False,),
+    "skip_special_tokens": FLAGS,
     "spaces_between_special_tokens": (False,),
     "include_stop_str_in_output": (True,),
 }

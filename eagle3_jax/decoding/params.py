@@ -47,6 +47,8 @@ class SamplingParams:
         logit_bias: token id -> number added to its logit; at most 64 tokens.
         logprobs: number of best tokens, at most 20, whose log-probabilities come with each token's own (see `Logprob`);
             None leaves them out.
+        skip_special_tokens: leaves special tokens out of the text. False keeps them, and gpt-oss's calls of functions
+            as the model writes them, which are reasoning otherwise.
     """
 
     temperature: float = 0.0
@@ -65,6 +67,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -81,7 +84,7 @@ class SamplingParams:
             "min_tokens": (lambda x: is_whole(x) and 0 <= x <= self.max_tokens, "an integer from 0 to max_tokens"),
             "seed": (lambda x: is_whole(x) and -(2**63) <= x < 2**63, "an integer from -2**63 to 2**63 - 1"),
             "n": (lambda x: is_whole(x) and x >= 1, "an integer, at least 1"),
-            "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
+            **dict.fromkeys(("ignore_eos", "skip_special_tokens"), (lambda x: isinstance(x, bool), "True or False")),
             "stop": (lambda x: _all(x, lambda s: isinstance(s, str) and s != ""), "strings that are not empty"),
             "stop_token_ids": (lambda x: _all(x, _is_id), "token ids"),
             "repetition_penalty": (lambda x: _is_finite(x) and x >= _SMALLEST, "a finite number above 0 (1 is off)"),

@@ -173,7 +173,8 @@ class Request:
         self.read = 0  # tokens of the prompt that were reused, or dispatched to be read
         self.acceptance = Acceptance()
         self._driver, self._tokenizer = driver, tokenizer
-        self._scanner = StopScanner(tokenizer, params.stop, ids) if params.stop else None
+        self._special = not params.skip_special_tokens
+        self._scanner = StopScanner(tokenizer, params.stop, ids, self._special) if params.stop else None
         self._first: float | None = None
         self._token_ids: list[int] = []
         self._spoken = 0  # tokens whose text is the answer's: all but a stop token
@@ -183,8 +184,8 @@ class Request:
         self._counts = AcceptanceCounts()
         self._listeners: set[Callable[[], object]] = set()  # called at all news, by the working thread
         # State of the iteration over pieces.
-        self._channels = Channels(tokenizer, ids)
-        self._detokenizer, self._reasoning = Detokenizer(tokenizer), Detokenizer(tokenizer)
+        self._channels = Channels(tokenizer, ids, self._special)
+        self._detokenizer, self._reasoning = Detokenizer(tokenizer, self._special), Detokenizer(tokenizer)
         self._ready = self._taken = 0  # tokens so far, and tokens taken
         self._taken_text = 0
         self._ended = False
@@ -329,9 +330,10 @@ class Request:
         Never raises: tokens that the tokenizer cannot decode make an answer without text ("error").
         """
         try:
-            answer, thoughts = Channels(self._tokenizer, self.ids).split(self._token_ids[: self._spoken])
+            channels = Channels(self._tokenizer, self.ids, self._special)
+            answer, thoughts = channels.split(self._token_ids[: self._spoken])
             if self._scanner is None:
-                text = Detokenizer(self._tokenizer).add(answer, last=True)
+                text = Detokenizer(self._tokenizer, self._special).add(answer, last=True)
             else:
                 text = self._scanner.end()
             reasoning = Detokenizer(self._tokenizer).add(thoughts, last=True)

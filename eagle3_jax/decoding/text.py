@@ -14,9 +14,9 @@ from eagle3_jax.models.target_config import ModelConfig
 
 _CUT = "\ufffd"  # a decoder's mark for bytes that are no character, or not yet one
 _LONGEST = 4  # bytes of a character in UTF-8, and so most tokens that share one
-_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START, CHANNEL, MESSAGE, CALLED = "<|start|>", "<|channel|>", "<|message|>", "to=functions."
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_ANSWER = "final"
+ANSWER = "final"
 
 
 def end_ids(config: ModelConfig, tokenizer: Any) -> frozenset[int]:
@@ -28,21 +28,21 @@ def end_ids(config: ModelConfig, tokenizer: Any) -> frozenset[int]:
 class Channels:
     """Sorts tokens into answer and reasoning as they come. Without channels all tokens are the answer's.
 
-    The prompt's token ids stand in front of the answer; they may leave a channel open.
+    The prompt's token ids stand in front of the answer; they may leave a channel open. `calls` keeps each call of a
+    function in the answer as the model writes it, headers included; without it calls are reasoning.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._marks = tokenizer, dict[int, str]()
-        channel = tokenizer.convert_tokens_to_ids(_CHANNEL)
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], calls: bool = False) -> None:
+        self._tokenizer, self._calls, self._marks = tokenizer, calls, dict[int, str]()
+        channel = tokenizer.convert_tokens_to_ids(CHANNEL)
         if channel is not None and channel != tokenizer.unk_token_id:
-            names = (_START, _CHANNEL, _MESSAGE, *_ENDS)
+            names = (START, CHANNEL, MESSAGE, *_ENDS)
             self._marks = {tokenizer.convert_tokens_to_ids(name): name for name in names}
-        # Inside a message's header; inside the channel's name there; whether the next text is the answer's.
-        self._header = self._named = False
-        self._channel: list[int] = []
-        self._answers = True
+        # A message's header so far; None inside of the message. Whether its text is the answer's; whether it is a call.
+        self._header: list[int] | None = None
+        self._answers, self._called = True, False
         if self._marks:
-            starts = (index for index in reversed(range(len(prompt))) if self._marks.get(prompt[index]) == _START)
+            starts = (index for index in reversed(range(len(prompt))) if self._marks.get(prompt[index]) == START)
             self.split(prompt[next(starts, len(prompt)) :])
 
     def split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -53,13 +53,19 @@ class Channels:
         reasoning: list[int] = []
         for token in ids:
             mark = self._marks.get(token)
-            if mark == _MESSAGE:
-                name = self._tokenizer.decode(self._channel).split()[:1]
-                self._header, self._answers = False, name in ([], [_ANSWER])
+            if mark == MESSAGE:
+                header = [*(self._header or []), token]
+                text = self._tokenizer.decode(header)
+                self._called = self._calls and CALLED in text
+                name = text.rpartition(CHANNEL)[2].removesuffix(MESSAGE).split()[:1] if CHANNEL in text else []
+                self._header, self._answers = None, self._called or name in ([], [ANSWER])
+                answer += header if self._called else []
             elif mark is not None:
-                self._header, self._named, self._channel = True, mark == _CHANNEL, []
-            elif self._header:
-                self._channel += [token] * self._named  # the role stands in front of the name
+                answer += [token] if self._called else []  # ends the call
+                self._called = False
+                self._header = [*(self._header or []), token] if mark == CHANNEL else [token] * (mark == START)
+            elif self._header is not None:
+                self._header.append(token)
             else:
                 (answer if self._answers else reasoning).append(token)
         return answer, reasoning
@@ -69,11 +75,12 @@ class Detokenizer:
     """Turns tokens into text as they come: the same text, wherever they are cut into pieces.
 
     Bytes of an incomplete character are held back until it is complete; at the end of the text they are dropped, as
-    vLLM drops them. The work is linear in the tokens: few of them are decoded again.
+    vLLM drops them. The work is linear in the tokens: few of them are decoded again. `special`: special tokens have
+    text too.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special
         # The last tokens whose text was returned, which decide on spaces; the tokens behind them.
         self._context: list[int] = []
         self._held: list[int] = []
@@ -125,7 +132,7 @@ class Detokenizer:
         return not self._decode([token, token])
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+        return self._tokenizer.decode(ids, skip_special_tokens=not self._special) if ids else ""
 
 
 class StopScanner:
@@ -136,10 +143,10 @@ class StopScanner:
         settled: characters of `text` in which no stop string can begin any more.
     """
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...], prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...], prompt: Sequence[int], special: bool = False) -> None:
         self.text, self.settled = "", 0
         self._stops, self._found = stops, False
-        self._channels, self._detokenizer = Channels(tokenizer, prompt), Detokenizer(tokenizer)
+        self._channels, self._detokenizer = Channels(tokenizer, prompt, special), Detokenizer(tokenizer, special)
 
     def add(self, token: int, look: bool) -> bool:
         """Adds a token; returns whether it completes a stop string. `look`: False ignores stop strings."""

@@ -23,6 +23,7 @@ from eagle3_jax.serve.bodies import ApiError
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # strings, characters: every token is searched for all stop strings
 
+_FLAGS = ("ignore_eos", "skip_special_tokens")
 _Body = TypeVar("_Body", bound=pydantic.BaseModel)
 _TokenId, _Bias = Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]
 
@@ -51,7 +52,7 @@ _REASONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "use logit_bias": {"custom_logit_processor": (), "allowed_token_ids": (), "bad_words": ([],)},
     "use stop": {"stop_regex": ("", [])},
     "the text ends before the stop string": {"include_stop_str_in_output": (), "no_stop_trim": ()},
-    "the text has no special tokens": {"skip_special_tokens": (True,), "spaces_between_special_tokens": (True,)},
+    "special tokens stand beside each other": {"spaces_between_special_tokens": (True,)},
 }
 _REFUSED = {field: (harmless, why) for why, fields in _REASONS.items() for field, harmless in fields.items()}
 
@@ -163,6 +164,7 @@ class RequestBody(pydantic.BaseModel):
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     drafts: bool | None = None  # false decodes without drafts, for comparison (`Engine.submit`)
     adapt: bool | None = None  # false lets no head learn from the request (`serve.adapt`)
     return_token_ids: bool | None = None  # of the prompts and the answers, where vLLM has them
@@ -198,7 +200,7 @@ class RequestBody(pydantic.BaseModel):
         limits every answer, as in vLLM.
         """
         fields = ("min_tokens", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        given = {field: getattr(self, field) for field in (*fields, "logit_bias", "stop", "ignore_eos")}
+        given = {field: getattr(self, field) for field in (*fields, "logit_bias", "stop", *_FLAGS)}
         given |= {
             "temperature": self.temperature,
             "max_tokens": min(self.max_tokens or longest, defaults.get("max_tokens", longest)),

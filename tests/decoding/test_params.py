@@ -28,6 +28,7 @@ from eagle3_jax.decoding.params import SamplingParams
         ("min_tokens", 129),
         ("n", 0),
         ("ignore_eos", 1),
+        ("skip_special_tokens", "no"),
         ("stop", [""]),
         ("stop", [3]),
         ("stop_token_ids", [-1]),

@@ -217,6 +217,17 @@ def test_tokens_are_sorted_by_channel_wherever_they_are_cut(tokenizer, prompt, g
         assert text == [answer, reasoning]
 
 
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_call_stays_in_the_text_as_it_is_written_for_who_asks_for_special_tokens(tokenizer, stop):
+    other = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>{1}<|return|>"
+    prompt, ids = ids_of(tokenizer, OPENING), ids_of(tokenizer, THOUGHT + TOOL + ANSWER[:-10] + "<|end|>" + other)
+    output, pieces = asked(tokenizer, prompt, ids, ids[-1], stop=stop, skip_special_tokens=False)
+    assert output.text == "".join(piece.text for piece in pieces) == TOOL + "Hello, Zoë!" + other[:-10]
+    assert output.reasoning == "".join(piece.reasoning for piece in pieces) == "They greet."
+    direct = ids_of(tokenizer, TOOL.removeprefix("<|start|>assistant"))  # its header begins in the prompt
+    assert asked(tokenizer, prompt, direct, direct[-1], skip_special_tokens=False)[0].text == TOOL[:-8]
+
+
 @pytest.mark.parametrize("stop", [(), ("greet", ", Z")])
 def test_a_request_streams_both_and_stops_in_the_answer_alone(tokenizer, stop):
     prompt, ids = ids_of(tokenizer, OPENING), ids_of(tokenizer, THOUGHT + ANSWER)

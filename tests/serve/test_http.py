@@ -209,9 +209,10 @@ def test_every_sampling_field_reaches_the_engine(served):
         **fields,
         stop=["river", "snow"],
         logit_bias={"300": 2.5},
-        extra_body=more | {"stop_token_ids": [301], "ignore_eos": True},
+        extra_body=more | {"stop_token_ids": [301], "ignore_eos": True, "skip_special_tokens": False},
     )
     rest: Any = {"stop": ("river", "snow"), "logit_bias": {300: 2.5}, "stop_token_ids": (301,), "ignore_eos": True}
+    rest["skip_special_tokens"] = False
     output = expected(served, MESSAGES, **fields, **more, **rest)
     assert asked.choices[0].message.content == output.text
 
