@@ -18,7 +18,7 @@ sys.path.insert(0, str(tiny.REPOSITORY / "tools"))
 
 import tpu_first_run
 from tpu.cases import Case, grouped_product
-from tpu.first_run import kernels, lines, resume, speeds, tokens
+from tpu.first_run import lines, sizes, speeds, tokens
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.compare import Tally
@@ -68,9 +68,9 @@ def test_tokens_are_vanilla_decoding_s_and_drafts_as_good_as_on_a_cpu(mismatches
 
 def test_a_run_that_was_stopped_is_the_other_in_every_number_but_times():
     run = [{"step": 1, "kind": "train", "loss": 2.5, "tokens_per_second": 7}, {"step": 2, "kind": "train", "loss": 2.0}]
-    assert resume.same(run, [run[0] | {"tokens_per_second": 9}, run[1]], 1).verdict == "ok"
-    assert resume.same(run, run[:1], 1).verdict == "WRONG"
-    other = resume.same(run, [run[0], run[1] | {"loss": 2.1}], 1)
+    assert sizes.same(run, [run[0] | {"tokens_per_second": 9}, run[1]], 1).verdict == "ok"
+    assert sizes.same(run, run[:1], 1).verdict == "WRONG"
+    other = sizes.same(run, [run[0], run[1] | {"loss": 2.1}], 1)
     assert other.verdict == "WRONG" and "another train at step 2" in other.got
 
 
@@ -108,9 +108,9 @@ def test_a_kernel_whose_result_is_off_fails_the_run_by_name(factor, tmp_path, mo
 
         return dataclasses.replace(case, function=function)
 
-    monkeypatch.setitem(kernels._SMALL, off, kernels._SMALL[grouped_product])
-    monkeypatch.setattr(kernels, "CASES", [functools.partial(off, "grouped_product")])
-    monkeypatch.setattr(kernels, "_equal_scores", lambda how: iter(()))
+    monkeypatch.setitem(speeds._SMALL, off, speeds._SMALL[grouped_product])
+    monkeypatch.setattr(speeds, "CASES", [functools.partial(off, "grouped_product")])
+    monkeypatch.setattr(speeds, "_equal_scores", lambda how: iter(()))
     output = tmp_path / "first_run.json"
     arguments = {"output": output, "small": True, "target": "", "run_dir": None}
 
@@ -150,7 +150,7 @@ def test_the_whole_of_it_runs_at_toy_sizes(tmp_path, monkeypatch):
         "interpreted",
     }
     for name in (
-        *kernels.cases(small=True),
+        *speeds.cases(small=True),
         *(f"float32, {where}, {draft}" for where in ("1 device", "8 devices") for draft in tokens.TREES),
         "bfloat16, 8 devices, tree",
         "all_gather over data (8), 262,144 bytes",

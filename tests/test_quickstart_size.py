@@ -18,18 +18,17 @@ import quickstart_size
 from quickstart_size import Rates
 
 CONFIG = run_file.load(pathlib.Path(__file__).parents[1] / "configs/quickstart.yaml")
-FAST = Rates(reading=2000.0, answering=900.0, step=0.3, prompt_tokens=95.0)
+FAST = Rates(reading=2000.0, answering=900.0, step=0.3)
 MACHINES = strategies.builds(
     Rates,
     reading=strategies.floats(1, 1e5),
     answering=strategies.floats(1, 1e5),
     step=strategies.floats(1e-3, 100),
-    prompt_tokens=strategies.floats(10, 400),
 )
 
 
 def slower(rates: Rates, times: float) -> Rates:
-    return Rates(rates.reading / times, rates.answering / times, rates.step * times, rates.prompt_tokens)
+    return Rates(rates.reading / times, rates.answering / times, rates.step * times)
 
 
 def work(config: RunConfig) -> tuple[object, object, object]:
@@ -38,18 +37,18 @@ def work(config: RunConfig) -> tuple[object, object, object]:
 
 
 def test_a_fast_machine_does_all_of_it_and_a_slow_one_the_least():
-    assert quickstart_size.choose(FAST, CONFIG, spent=60) == 100
-    assert quickstart_size.choose(slower(FAST, 50), CONFIG, spent=60) == quickstart_size.LEAST
+    assert quickstart_size.choose(FAST, spent=60) == 100
+    assert quickstart_size.choose(slower(FAST, 50), spent=60) == quickstart_size.LEAST
     assert work(quickstart_size.cut(CONFIG, 100)) == (520, 60, 15) == work(CONFIG)
     assert work(quickstart_size.cut(CONFIG, quickstart_size.LEAST)) == (52, 6, 6)
 
 
 @hypothesis.given(MACHINES, strategies.floats(0, 3600))
 def test_what_is_chosen_fits_or_is_the_least(rates, spent):
-    percent = quickstart_size.choose(rates, CONFIG, spent)
+    percent = quickstart_size.choose(rates, spent)
     assert 10 <= percent <= 100
     if percent > 10:  # the rest of the 20 minutes is reserve
-        assert spent + quickstart_size.seconds(quickstart_size.cut(CONFIG, percent), rates) <= 18 * 60
+        assert spent + quickstart_size.seconds(percent, rates) <= 18 * 60
 
 
 def test_the_choice_is_kept_for_a_rerun(tmp_path, monkeypatch):

@@ -180,7 +180,7 @@ def test_beside_an_evaluation_s_programs_lie_the_caches_of_vanilla_decoding(smal
         for program in prefill, rounds:
             ((name, state),) = program.beside.items()
             assert (name, tpu_fit.share(state.cache), state.draft_cache) == ("vanilla state", caches, None)
-            assert tpu_fit.figures(program, {"total": 0}, 2**30)["total"] == tpu_fit.share(state) > caches
+            assert tpu_fit.share(state) > caches
         assert not any(program.beside for program in tpu_fit.regenerate(config, target, devices))
 
 

@@ -4,8 +4,7 @@
 
 Rounds are greedy ones of a single request, vanilla and with a tree of 48, of random weights: without flags with all
 layers, then by flag with few layers, last with all layers and the flags of the shortest vanilla round. Products of few
-rows are XLA's and `gpu/stream_product.py`. Each case is a process of its own; one that fails, or for which no time is
-left, is a row with its reason. Shares of the bandwidth are of the bytes that must be read.
+rows are XLA's and `gpu/stream_product.py`. A case that fails, or that no time is left for, is a row with its reason.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Streams answers without drafts and with them, marks the accepted drafts, and prints what is fastest here.
 
-The target that comes with the package answers from its 4 bits and in float32. Without drafts, with a chain of three,
-and with what the engine chooses by measured costs: each way answers all prompts, in turns, and all answers must agree.
+The packaged target answers from its 4 bits and in float32: without drafts, with a chain of three, and with what the
+engine chooses by measured costs. Each way answers all prompts, in turns, and all answers must agree.
 
     .venv/bin/python tools/hello.py                                  # drafts of this package's head
     .venv/bin/python tools/hello.py --draft lookup                   # drafts copied from the text, without a head
     .venv/bin/python tools/hello.py --draft runs/quickstart/export   # drafts of your own head
 
-`bash tools/hello.sh` installs the requirements first. On a terminal accepted drafts are coloured by depth; elsewhere,
-and under NO_COLOR (https://no-color.org), the accepted drafts of a round are in brackets.
+On a terminal accepted drafts are coloured by depth; elsewhere, and under NO_COLOR, those of a round are in brackets.
 """
 
 from __future__ import annotations

@@ -3,14 +3,13 @@
     .venv/bin/python tools/llama_cpp_head.py fold HEAD FEATURES FOLDED
     .venv/bin/python tools/llama_cpp_head.py train --config FILE --train.warm-start FOLDED
 
-EAGLE-3.1 norms each aux feature, and its normed output recurs. llama.cpp has neither norm, but the flag
-`norm_before_residual`: the layer's residual is then the normed feature, or the normed output of the step before. `fold`
-gives that norm the weights of the output's, so that every step but the first computes the same as before, up to one
-scale for each token. The first step has a residual of another size. `fc` is fitted to the fused features of HEAD by
-least squares, over the states in FEATURES (`extract`'s folder). HEAD is `auto`, the packaged one, or a folder.
+EAGLE-3.1 norms each aux feature, and its normed output recurs. llama.cpp has neither norm, but `norm_before_residual`:
+the residual is the normed feature, or the normed output of the step before. `fold` gives that norm the output's
+weights, so that every step but the first computes the same, up to one scale for each token, and fits `fc` to the fused
+features of HEAD (`auto`, or a folder) by least squares, over the states in FEATURES (`extract`'s folder).
 
-`train` is the verb with the LM head held, and norms at a fifth of the learning rate: the batches of a short training on
-a few cores are small, and AdamW at Muon's rate moves the LM head further than they justify.
+`train` is the verb with the LM head held, and norms at a fifth of the learning rate: batches of a short training on a
+few cores are small, and AdamW at Muon's rate moves the LM head further than they justify.
 """
 
 from __future__ import annotations

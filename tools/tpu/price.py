@@ -1,17 +1,17 @@
 """Prices a compiled program on TPU chips, in seconds, from its optimised HLO.
 
 Everything is a floor of its own, one after the other; nothing here was measured on a TPU:
-- An operation takes the longest of three times. Operations of its products (a multiply-add is two; float32 at the
-  highest precision is six passes) over the chip's peak. Bytes that it reads and writes in HBM over the bandwidth. And
-  2,000 cycles, the least that XLA's own estimates give a fusion. Scalars take no time.
+- An operation takes the longest of: its products' operations (a multiply-add is two; float32 at the highest precision
+  is six passes) over the chip's peak; bytes that it reads and writes in HBM over the bandwidth; and 2,000 cycles, the
+  least that XLA's own estimates give a fusion. Scalars take no time.
 - Of an operand that is sliced, the slice counts; of an array that is updated in place, the update. What was copied to
   VMEM is read by the operation that uses it. A Pallas kernel's own products are not in the HLO, and not counted.
 - Copies between memories and other asynchronous work of one chip run beside the rest.
 - A collective among n devices is a ring over their links: what a device sends over the link's bandwidth, plus a
   microsecond a hop for the way across the group. An all-gather sends (n - 1) / n of its result, a reduce-scatter of
   its operand, an all-reduce twice that; an all-to-all n / 4 of its operand; a permutation its operand in one direction.
-  Groups whose neighbours are several links apart share the links, and have as much less bandwidth. Slices have no links
-  between their ends. What the compiler scheduled between the start and the end of an asynchronous one runs meanwhile.
+  Groups whose neighbours are several links apart share the links' bandwidth. Slices have no links between their ends.
+  What the compiler scheduled between the start and the end of an asynchronous one runs meanwhile.
 """
 
 from __future__ import annotations

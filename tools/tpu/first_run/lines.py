@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from eagle3_jax.runs.machine import TERAFLOPS
-from tpu.topology import CHIPS, Chip
+from tpu.topology import CHIPS
 
 OK, WRONG, SLOW, SKIPPED = "ok", "WRONG", "slow", "skipped"
-# A time is slow from this many times its prediction on.
-TOO_SLOW = 2.0
-_WIDTHS = 46, 40, 30
+TOO_SLOW = 2.0  # a time is slow from this many times its prediction on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +26,7 @@ class Line:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        cells = zip((self.name, self.got, self.expected), _WIDTHS, strict=True)
-        return "  ".join(text.ljust(width) for text, width in cells) + f"  {self.verdict}"
+        return f"{self.name:46}  {self.got:40}  {self.expected:30}  {self.verdict}"
 
 
 HEAD = str(Line("", "got", "expected or predicted", "verdict"))
@@ -41,9 +38,9 @@ def right(name: str, got: Any, expected: Any, *, ok: bool | None = None, **numbe
     return Line(name, str(got), str(expected), OK if ok else WRONG, numbers)
 
 
-def within(name: str, error: float, most: float, **numbers: Any) -> Line:
+def within(name: str, error: float, most: float) -> Line:
     """Makes the line of an error; NaN is wrong."""
-    return right(name, f"error {error:.1e}", f"at most {most:.1e}", ok=error <= most, error=error, **numbers)
+    return right(name, f"error {error:.1e}", f"at most {most:.1e}", ok=error <= most, error=error)
 
 
 def time(name: str, seconds: float, predicted: float | None, more: str = "", **numbers: Any) -> Line:
@@ -54,13 +51,13 @@ def time(name: str, seconds: float, predicted: float | None, more: str = "", **n
     return Line(name, duration(seconds) + more, expected, SLOW if slow else OK, numbers)
 
 
+def duration(seconds: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("us", 1e-6))
+    return f"{seconds / size:.3g} {unit}"
+
+
 def skipped(name: str, reason: str) -> Line:
     return Line(name, "-", reason, SKIPPED)
-
-
-def failed(name: str, error: str) -> Line:
-    """Makes the line of a check that did not come to its end."""
-    return Line(name, error, "no error", WRONG)
 
 
 def attempt(name: str, check: Callable[[], Iterator[Line]], *, may_not_fit: bool = False) -> Iterator[Line]:
@@ -71,22 +68,14 @@ def attempt(name: str, check: Callable[[], Iterator[Line]], *, may_not_fit: bool
         traceback.print_exc()
         text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
         full = may_not_fit and "RESOURCE_EXHAUSTED" in text
-        yield skipped(name, "does not fit the devices") if full else failed(name, text)
+        yield skipped(name, "does not fit the devices") if full else right(name, text, "no error")
 
 
-def chip_of(device: Any) -> Chip | None:
-    """Returns the published figures of a JAX device; None where there are none, as for CPUs."""
+def predict(device: Any, *, read: float = 0, operations: float = 0, sent: float = 0, devices: int = 1) -> float | None:
+    """Predicts the least seconds of a program from the published figures of a JAX device, None where there are none.
+
+    Bytes read and operations are those of all devices together, `sent` those of each link.
+    """
     published = TERAFLOPS.get(device.device_kind)
-    return next((chip for chip in CHIPS.values() if chip.teraflops == published), None)
-
-
-def predict(chip: Chip | None, *, read: float = 0, operations: float = 0, devices: int = 1) -> float | None:
-    """Predicts the least seconds of a program by the bytes and the operations of all devices together."""
-    return None if chip is None else chip.seconds(read, operations) / devices
-
-
-def duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    chip = next((chip for chip in CHIPS.values() if chip.teraflops == published), None)
+    return chip and max(chip.seconds(read, operations) / devices, sent / (chip.link * 1e9))
