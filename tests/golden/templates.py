@@ -25,7 +25,14 @@ _OPENVINO = ("github.com/openvinotoolkit/openvino.genai", "da1db864d2bc1a265e9a0
 _OPENVINO = (*_OPENVINO, "tests/python_tests/data/tokenizer_configs.py, {}")
 _HUGGINGFACE = ("github.com/huggingface/huggingface.js", "fe42e68017ffc76d09922ea8f9b38a6964345710")
 _HUGGINGFACE = (*_HUGGINGFACE, "packages/ollama-utils/src/chat-template-automap.ts, {}")
-# family -> origin of a copy of its template, its name there, and its sha256. Llama 3.3 has 3.1's.
+_GORILLA = ("github.com/ShishirPatil/gorilla", "da7f73a806b4f0bdc8f5f6641616fc10e271007a")
+_GORILLA = (*_GORILLA, "berkeley-function-call-leaderboard/bfcl_eval/model_handler/local_inference/exaone4.py, {}")
+_OPEN_INSTRUCT = ("github.com/allenai/open-instruct", "e6c3044aa6201c8bfa4573c1b03142af599e730d")
+_OPEN_INSTRUCT = (*_OPEN_INSTRUCT, "open_instruct/dataset_transformation.py, {}")
+_TRANSFORMERS = ("github.com/huggingface/transformers", "0bbbf64fb93addfd4d24af8d4c8fd20aa5881091")
+_TRANSFORMERS = (*_TRANSFORMERS, "src/transformers/models/ernie4_5/convert_ernie4_5_tokenizer.py, {}")
+# family -> origin of a copy of its template, its name there, and its sha256. Llama 3.3 has 3.1's. OLMo 3's is that of
+# its thinkers, SmolLM3's a copy that Unsloth edited, EXAONE 4's without its indentation.
 SOURCES = {
     "llama2": (
         _OPENVINO,
@@ -56,10 +63,88 @@ SOURCES = {
     "gemma3": (_OPENVINO, "google/gemma-3-1b-it", "7de1c58e208eda46e9c7f86397df37ec49883aeece39fb961e0a6b24088dd3c4"),
     "gpt_oss": (_LLAMA_CPP, "openai-gpt-oss-120b", "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146"),
     "mimo": (_LLAMA_CPP, "MiMo-VL", "10490379c20af484107413cc5fd93f6e587d0cb4364a183a89ab68849406b80d"),
+    "mistral_nemo": (
+        _LLAMA_CPP,
+        "mistralai-Mistral-Nemo-Instruct-2407",
+        "e4676cb56dffea7782fd3e2b577cfaf1e123537e6ef49b3ec7caa6c095c62272",
+    ),
+    "ministral3": (
+        _LLAMA_CPP,
+        "mistralai-Ministral-3-14B-Reasoning-2512",
+        "39f03c383413f531fd302c06c7e982ad98c83f0657a8339ae25478ccb81fdcda",
+    ),
+    "phi35": (
+        _LLAMA_CPP,
+        "microsoft-Phi-3.5-mini-instruct",
+        "78d976a442bcde2f0be15aafbb8e3050e1104f86732266f68403251b89982a90",
+    ),
+    "phi4": (
+        _HUGGINGFACE,
+        "library/phi4:14b",
+        "a41fb8727c4f1e722e53cb1ea935038a1177b8bdf09387f3b048f9da5255ef3e",
+    ),
+    "phi4_mini": (
+        _HUGGINGFACE,
+        "library/phi4-mini:3.8b",
+        "febf589225c9728ab791f52e8897d7607a823d45368f0a4c92fa68997b40cce9",
+    ),
+    "smollm3": (
+        _LLAMA_CPP,
+        "HuggingFaceTB-SmolLM3-3B",
+        "19eacf64569032f07644ea92c8e2a87af06ee7008147557302c31e474912ca97",
+    ),
+    "olmo2": (
+        _HUGGINGFACE,
+        "library/olmo2:7b",
+        "fe689ffbd6a4e2d0532d7480696b065b10e0e1eff3f9b9fc4bea415761e4bf4a",
+    ),
+    "olmo3": (
+        _OPEN_INSTRUCT,
+        "olmo_thinker",
+        "eba6e269f669706e5c788e370160dad953137f3fa7014fa69d03c7b3ad9f0e72",
+    ),
+    "granite33": (
+        _LLAMA_CPP,
+        "ibm-granite-granite-3.3-2B-Instruct",
+        "3c71df5f659987462c882bf9e295b597dc19902467a7312ea382c5896681bc02",
+    ),
+    "granite4": (
+        _LLAMA_CPP,
+        "ibm-granite-granite-4.0",
+        "9524df67b77a7b25a2dfee898f75b316a157eb9d855b51e32aeac79d7c8a83ce",
+    ),
+    "seed_oss": (
+        _LLAMA_CPP,
+        "ByteDance-Seed-OSS",
+        "3f9e0dc4adeb8032287d0129dc75b6298fee8698a52ab41e863dbc89929330d3",
+    ),
+    "exaone4": (
+        _GORILLA,
+        "chat_template",
+        "ecb3e4e73c6b64a69a08498d17989088726b4caac628025ebc9448d40112d5d3",
+    ),
+    "ernie45": (
+        _TRANSFORMERS,
+        "DEFAULT_CHAT_TEMPLATE",
+        "471fb571976770318fe6f27749e37940be8d29c0a7770558140f141f5906f2a2",
+    ),
+    "glm45": (
+        _LLAMA_CPP,
+        "GLM-4.6",
+        "8804f445c761b9f259e3c1126a579d481a22ca09b2a3d32bcc4eb91bc36e0301",
+    ),
+    "gemma4": (
+        _LLAMA_CPP,
+        "google-gemma-4-31B-it",
+        "85a08664d16d8f3be4416c92427b3ac10df1024ac566cc0b4bc3bab409393f98",
+    ),
 }
 
 _HEADERS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 _CHATML = {"eos_token": "<|im_end|>", "additional": ["<|im_start|>"]}
+_MISTRAL = {"bos_token": "<s>", "eos_token": "</s>", "additional": ["[INST]", "[/INST]"]}
+_PHI = {"eos_token": "<|endoftext|>", "additional": ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]}
+_GRANITE = {"eos_token": "<|end_of_text|>", "additional": ["<|start_of_role|>", "<|end_of_role|>"]}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama2": {"bos_token": "<s>", "eos_token": "</s>"},
     "llama31": _HEADERS | {"additional": ["<|start_header_id|>", "<|end_header_id|>"]},
@@ -74,6 +159,28 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "additional": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>"],
     },
     "mimo": _CHATML,
+    "mistral_nemo": _MISTRAL,
+    "ministral3": _MISTRAL | {"additional": ["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]},
+    "phi35": _PHI | {"bos_token": "<s>"},
+    "phi4": _CHATML | {"additional": ["<|im_start|>", "<|im_sep|>"]},
+    "phi4_mini": _PHI,
+    "smollm3": _CHATML,
+    "olmo2": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    "olmo3": {"eos_token": "<|endoftext|>", "additional": ["<|im_start|>", "<|im_end|>"]},
+    "granite33": _GRANITE,
+    "granite4": _GRANITE,
+    "seed_oss": {"bos_token": "<seed:bos>", "eos_token": "<seed:eos>"},
+    "exaone4": {"eos_token": "[|endofturn|]", "additional": ["[|system|]", "[|user|]", "[|assistant|]"]},
+    "ernie45": {"eos_token": "</s>", "cls_token": "<|begin_of_sentence|>", "sep_token": "<|end_of_sentence|>"},
+    "glm45": {
+        "eos_token": "<|endoftext|>",
+        "additional": ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"],
+    },
+    "gemma4": {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "additional": ["<|turn>", "<turn|>", "<|channel>", "<channel|>"],
+    },
 }
 
 _FIRST, _SECOND = "Air scatters blue light most.", "The light's way is longer, so red is left."
@@ -134,6 +241,9 @@ _QWEN3_CALLS = [
 _GPT_OSS = [f"{_FINAL}{_FIRST}<|end|>", f"{_FINAL}{_SECOND}<|return|>"]
 _WITH_CHANNEL = f"{_ANALYSIS}{_THOUGHTS[1]}<|end|><|start|>assistant{_GPT_OSS[1]}"
 _WITH_THOUGHT = [f"{turn['content']}<|im_end|>" for turn in THOUGHT[1::2]]
+_NO_THOUGHT = "\n<think></think>\n"
+_GLM = [f"{_NO_THOUGHT}{_FIRST}<|user|>", f"{_NO_THOUGHT}{_SECOND}"]  # the next turn's opening ends an answer
+_OLMO3 = [f"{_FIRST}<|im_end|>", f"{_SECOND}<|endoftext|>"]
 ANSWERS: dict[str, dict[str, list[str]]] = {
     "llama2": dict.fromkeys(("system", "talk"), _plain(" ", " </s>")),
     "llama31": dict.fromkeys(("system", "talk"), _plain("", "<|eot_id|>")),
@@ -145,6 +255,34 @@ ANSWERS: dict[str, dict[str, list[str]]] = {
     "gemma3": dict.fromkeys(("system", "talk"), _plain("", "<end_of_turn>")),
     "gpt_oss": {"system": _GPT_OSS, "talk": _GPT_OSS, "channels": [_GPT_OSS[0], _WITH_CHANNEL]},
     "mimo": dict.fromkeys(("system", "talk"), _plain("", "<|im_end|>")) | {"thought": _WITH_THOUGHT},
+    "mistral_nemo": dict.fromkeys(("system", "talk"), _plain("", "</s>")),
+    "ministral3": dict.fromkeys(("system", "talk"), _plain("", "</s>")),
+    "phi35": dict.fromkeys(("system", "talk"), _plain("", "<|end|>")),
+    "phi4": dict.fromkeys(("system", "talk"), _plain("", "<|im_end|>")),
+    "phi4_mini": dict.fromkeys(("system", "talk"), _plain("", "<|end|>")),
+    "smollm3": dict.fromkeys(("system", "talk"), _plain("", "<|im_end|>")) | {"thought": _WITH_THOUGHT},
+    "olmo2": dict.fromkeys(("system", "talk"), _plain("", "<|endoftext|>")),
+    # Its prompts open the thoughts.
+    "olmo3": {
+        "system": _OLMO3,
+        "talk": _OLMO3,
+        "thought": [
+            _WITH_THOUGHT[0].removeprefix("<think>"),
+            _WITH_THOUGHT[1].removeprefix("<think>").replace("<|im_end|>", "<|endoftext|>"),
+        ],
+    },
+    "granite33": dict.fromkeys(("system", "talk"), _plain("", "<|end_of_text|>")),
+    "granite4": dict.fromkeys(("system", "talk"), _plain("", "<|end_of_text|>")),
+    "seed_oss": dict.fromkeys(("system", "talk"), _plain("", "<seed:eos>")),
+    # Its prompts have empty thoughts, and so has every answer before.
+    "exaone4": dict.fromkeys(("system", "talk", "thought"), _plain("", "[|endofturn|]")),
+    "ernie45": dict.fromkeys(("system", "talk"), _plain("", "<|end_of_sentence|>")),
+    "glm45": {
+        "system": _GLM,
+        "talk": _GLM,
+        "thought": [_GLM[0], f"\n<think>{_THOUGHTS[1]}</think>\n{_SECOND}"],
+    },
+    "gemma4": dict.fromkeys(("system", "talk"), _plain("", "<turn|>")),
 }
 CONVERSATIONS = {"system": SYSTEM, "talk": TALK, "thought": THOUGHT, "channels": CHANNELS, "calls": CALLS}
 # Conversations whose target may call tools.
