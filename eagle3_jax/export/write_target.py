@@ -13,12 +13,11 @@ import jax
 import numpy as np
 from gguf import GGUFWriter
 
-from eagle3_jax.formats.llama_cpp.names import SIZES
 from eagle3_jax.formats.llama_cpp.tokenizer import add_tokenizer
 from eagle3_jax.formats.llama_cpp.writer import add_keys, add_scaling, finish
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.gguf_file import INTERLEAVED, gguf_name, interleaved
+from eagle3_jax.models.checkpoint.gguf_file import INTERLEAVED, SIZES, gguf_name, interleaved
 from eagle3_jax.models.checkpoint.load import INDEX, save_tensors
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import YarnScaling
@@ -69,7 +68,7 @@ def write_gguf(target: Target, path: pathlib.Path) -> None:
     add_keys(file, architecture, {ours: getattr(c, name) for ours, name in SIZES.items()}, c.head_dim)
     add_tokenizer(file, disk.local(target.folder, without=".safetensors"), c.vocab_size)
     add_scaling(file, c)
-    heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads} if INTERLEAVED[architecture] else {}
+    heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads} if architecture in INTERLEAVED else {}
     leaves = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target.model)}
     for name, entry in family_of(c).table(c).items():
         for tensor, x in zip(entry.tensors, entry.split(np.asarray(leaves[name], np.float32)), strict=True):

@@ -10,23 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from eagle3_jax.formats.tensors import AUX_LAYERS, EMBEDDINGS, LAYER, LM_HEAD
-from eagle3_jax.models.checkpoint.gguf_file import BLOCK_NAMES
+from eagle3_jax.models.checkpoint.gguf_file import BLOCK_NAMES, SIZES
 
 EAGLE3, DFLASH = "eagle3", "dflash"
 D2T = "d2t"  # absolute target ids here, int64
 TOKENS, MASK = "tokenizer.ggml.tokens", "tokenizer.ggml.mask_token_id"
-# Key, without the architecture -> config.json's.
-SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-}
 _FEATURES = ("target_hidden_size", "norm_before_residual", "norm_before_fc")
 _BLOCKS = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _LAYERS = {"target_layers": AUX_LAYERS}

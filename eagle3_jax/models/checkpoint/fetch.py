@@ -1,13 +1,15 @@
-"""Resolves names to target models: a registered name, a hub id, or a Hugging Face folder.
+"""Resolves names to target models: a registered name, a hub id, a Hugging Face folder, or a GGUF file.
 
 A registered name stands for a model inside a Python package, which is verified, converted and cached as a Hugging Face
-folder. Any other name that is not a folder is a hub id, pinned to a known or a given commit: "org/model@revision".
+folder. What a GGUF file says of its model is cached as such a folder too, with a link to the file. Any other name that
+is not a folder is a hub id, pinned to a known or a given commit: "org/model@revision".
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import os
 import pathlib
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import typing
 import zipfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import filelock
@@ -28,6 +30,7 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 
 from eagle3_jax.config import TargetConfig, Weights
 from eagle3_jax.models.checkpoint import gguf, mapped
+from eagle3_jax.models.checkpoint.gguf import GENERATION
 from eagle3_jax.models.checkpoint.gguf_file import GGUF
 from eagle3_jax.models.checkpoint.identity import identify
 from eagle3_jax.models.checkpoint.load import abstract_model, file_digests, load_model, weight_files
@@ -40,7 +43,6 @@ from eagle3_jax.runs.progress import Progress, shown
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _BESIDE = "a folder with config.json, tokenizer.json and tokenizer_config.json beside the weights"
-GENERATION = "generation_config.json"
 _CONFIG_FILES = ("*.json", "*.jinja")
 # Types whose tokenizers transformers gives a class of its own, whatever a folder names.
 _NEVER_GENERIC = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -161,10 +163,10 @@ def target_config(target: TargetConfig | str | disk.Path) -> TargetConfig:
     """Makes a TargetConfig from a name or a folder. Raises TargetError: neither, or a path without a folder."""
     if isinstance(target, TargetConfig):
         return target
-    if isinstance(target, disk.Path) and not target.is_dir():
-        raise TargetError(f"target: got {target}, no such folder")
+    if isinstance(target, disk.Path) and not target.exists():
+        raise TargetError(f"target: got {target}, no such folder or file")
     if not isinstance(target, str | disk.Path):
-        raise TargetError(f"target: got {type(target).__name__}, expected a name, a folder, or a TargetConfig")
+        raise TargetError(f"target: got {type(target).__name__}, expected a name, a path, or a TargetConfig")
     return TargetConfig(name=str(target))
 
 
@@ -220,7 +222,7 @@ def fetch(
     *,
     whole: bool = True,
     field: str = "target.name",
-    expected: str = f"{' or '.join(map(repr, REGISTERED))}, a folder, or a hub id",
+    expected: str = f"{' or '.join(map(repr, REGISTERED))}, a folder, a GGUF file, or a hub id",
 ) -> disk.Path:
     """Resolves a target's name to a Hugging Face folder, a local one or in a bucket. Raises TargetError.
 
@@ -233,17 +235,15 @@ def fetch(
     if (given := disk.path_of(name)).is_dir():
         return given
     if given.suffix == GGUF and given.is_file():
-        raise TargetError(f"{field}: {name}: got a file, expected {_BESIDE}")
+        try:
+            return _beside(given)
+        except ValueError as error:
+            raise TargetError(f"{field}: {name}: {error}") from error
     if disk.system_path(given) is None:
         raise TargetError(f"{field}: got {name!r}, no such folder in the bucket; expected {expected}")
     if packaged := packaged_model(name):
         cached = cache_folder() / name.lower()
-        if not (cached / manifest.NAME).exists():
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            # One of several processes unpacks; the others wait for its folder.
-            with filelock.FileLock(cached.with_name(f".{cached.name}.lock"), fallback_to_soft=False):
-                if not (cached / manifest.NAME).exists():
-                    _unpack(packaged, cached)
+        _make_once(cached, cached / manifest.NAME, lambda: _unpack(packaged, cached))
         return cached
     hub, revision = split_revision(name)
     try:
@@ -262,6 +262,34 @@ def fetch(
     if revision is None and (commit := commit_of(folder)):
         processes.say(f"{hub}: took commit {commit}; target.name {hub}@{commit} takes no other")
     return folder
+
+
+def _beside(file: disk.Path) -> pathlib.Path:
+    """Returns a folder with a link to a GGUF file, and what its metadata say. Raises ValueError as `gguf.describe`."""
+    if (local := disk.system_path(file)) is None:
+        raise ValueError("a GGUF file in a bucket is not read; copy it to a local folder")
+    status, local = local.stat(), local.resolve()
+    key = hashlib.sha256(f"{local} {status.st_size} {status.st_mtime_ns} {mapped.code()}".encode()).hexdigest()
+    folder = cache_folder() / "gguf" / f"{local.stem}-{key[:16]}"
+
+    def make() -> None:
+        with disk.atomic(folder) as partial:
+            partial.mkdir()
+            gguf.describe(local, partial)
+            (partial / local.name).symlink_to(local)
+
+    _make_once(folder, folder, make)
+    return folder
+
+
+def _make_once(folder: pathlib.Path, made: pathlib.Path, make: Callable[[], None]) -> None:
+    """Makes a folder of the cache, unless `made` exists. One of several processes makes it; the others wait for it."""
+    if made.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False):
+        if not made.exists():
+            make()
 
 
 def _answers(hub: str, revision: str) -> bool:
@@ -296,7 +324,7 @@ def packaged_model(name: str) -> PackagedModel | None:
 
 def split_revision(name: str) -> tuple[str, str | None]:
     """Splits a target's name into the part that engines resolve and the hub's commit, given ("@commit") or pinned."""
-    if pathlib.Path(name).is_dir():
+    if pathlib.Path(name).exists():
         return name, None
     hub, _, revision = name.partition("@")
     return hub, revision or REVISIONS.get(hub)

@@ -1,6 +1,6 @@
 """A GGUF file as a container of a checkpoint's tensors, under Hugging Face's names; its blocks are read where they lie.
 
-Beside it stand config.json and the tokenizer of the model that it was made from: a GGUF file says less than these do.
+Beside it stand config.json and the tokenizer of the model that it was made from; for a file alone see `gguf`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,37 @@ _NAMES_OF = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "hunyuan-dense": {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
 }
-# Architectures, and whether llama.cpp's converter interleaves the rows of their queries and keys (its conversion/*.py:
-# the subclasses of LlamaModel do). ERNIE's RoPE rotates neighbours on both sides.
-INTERLEAVED = {
-    **dict.fromkeys(("llama", "mistral3", "smollm3", "granite", "granitehybrid"), True),
-    **dict.fromkeys(("qwen2", "qwen3", "phi3", "olmo2", "seed_oss", "exaone4", "ernie4_5", "hunyuan-dense"), False),
+# Architectures, and the class that `gguf` reads them as. A file does not tell a Mistral from a Llama.
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
 }
+# Key, without the architecture -> config.json's.
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+# Those whose rows of queries and keys llama.cpp's converter interleaves (its conversion/*.py: the subclasses of
+# LlamaModel). ERNIE's RoPE rotates neighbours on both sides.
+INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid")
 # config.json's rope_scaling says the same
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -93,8 +118,8 @@ def _opened(path: str, size: int, changed: int) -> tuple[dict[str, Described], C
         return None if found is None else found.contents()
 
     architecture = field("general.architecture")
-    if architecture not in INTERLEAVED:
-        among = " or ".join(map(repr, INTERLEAVED))
+    if architecture not in CLASSES:
+        among = " or ".join(map(repr, CLASSES))
         raise SafetensorError(f"general.architecture: got {architecture!r}, expected {among}")
     heads = {"q": field(f"{architecture}.attention.head_count")}
     heads["k"] = field(f"{architecture}.attention.head_count_kv") or heads["q"]
@@ -110,7 +135,7 @@ def _opened(path: str, size: int, changed: int) -> tuple[dict[str, Described], C
             raise SafetensorError(str(error)) from error
         shape = tuple(int(size) for size in reversed(tensor.shape))
         which = [which for which in heads if f".attn_{which}." in tensor.name]
-        rows = interleaved(shape[0], heads[which[0]]) if which and INTERLEAVED[architecture] else None
+        rows = interleaved(shape[0], heads[which[0]]) if which and architecture in INTERLEAVED else None
         row = int(tensor.n_bytes) // shape[0]
         found[name] = GgufTensor(name, tensor.tensor_type.name, shape, path, int(tensor.data_offset), row, rows)
     return {name: Described(x.dtype, x.shape) for name, x in found.items()}, found.__getitem__

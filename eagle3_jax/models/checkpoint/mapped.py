@@ -81,7 +81,7 @@ def mapped_model(
     Raises:
         OSError: the file can be neither read nor written.
     """
-    key = json.dumps([made_of, panels_of_processor(), _code()], sort_keys=True, default=repr)
+    key = json.dumps([made_of, panels_of_processor(), code()], sort_keys=True, default=repr)
     file = cache / f"{hashlib.sha256(key.encode()).hexdigest()}.panels"
     if not (leaves := _mapped(file)):
         cache.mkdir(parents=True, exist_ok=True)
@@ -99,8 +99,8 @@ def mapped_model(
 
 
 @functools.cache
-def _code() -> str:
-    """Hashes the code that makes panels of a checkpoint, which another version of the package may make otherwise."""
+def code() -> str:
+    """Hashes the code that reads a checkpoint and makes panels, as another version of the package may do otherwise."""
     found = hashlib.sha256()
     for folder in ("kernels/linear", "models"):
         for path in sorted((pathlib.Path(__file__).parents[2] / folder).rglob("*.py")):

@@ -12,12 +12,21 @@ import jax
 import numpy as np
 import pytest
 import tiny_families
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, GGUFWriter, get_tensor_name_map
+from gguf import (
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFWriter,
+    RopeScalingType,
+    TokenType,
+    get_tensor_name_map,
+)
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.models.checkpoint.fetch import TargetError, load_target, read_config
+from eagle3_jax.models.checkpoint.fetch import load_target, load_tokenizer, read_config
 from eagle3_jax.models.checkpoint.gguf_blocks import BLOCK_KINDS, multiplied_out
 from eagle3_jax.models.checkpoint.gguf_file import hf_name, open_gguf
 from eagle3_jax.models.checkpoint.load import WeightsError
@@ -88,6 +97,53 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
+def describe(writer: GGUFWriter, config: Any, tokenizer: Any) -> None:
+    """Adds what llama.cpp's converter says of a target in metadata."""
+    c, pattern = config, [layer in getattr(config, "local_layers", ()) for layer in range(config.num_hidden_layers)]
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_rope_dimension_count(c.rope_dim)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_theta)
+    if c.model_type == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(4096)
+        writer.add_sliding_window(0)
+    if c.model_type == "ministral3":
+        scaling = c.rope_scaling
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling.factor)
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+        writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+        writer.add_rope_scaling_yarn_log_mul(1.0)
+        writer.add_attn_temperature_scale(scaling.llama_4_scaling_beta)
+    if c.model_type in ("olmo3", "exaone4"):
+        writer.add_sliding_window(c.sliding_window)
+        writer.add_sliding_window_pattern(pattern)
+    if c.model_type == "hunyuan_v1_dense":
+        writer.add_rope_freq_base(c.rope_theta * c.rope_scaling.alpha ** (c.head_dim / (c.head_dim - 2)))
+        writer.add_rope_scaling_type(RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1.0)
+    if c.model_type.startswith("granite"):
+        writer.add_attention_scale(c.attention_multiplier)
+        writer.add_embedding_scale(c.embedding_multiplier)
+        writer.add_residual_scale(c.residual_multiplier)
+        writer.add_logit_scale(c.logits_scaling)
+    tokens, special = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), set(tokenizer.all_special_tokens)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+
+
 def write(folder: pathlib.Path, name: str, mixture: str) -> pathlib.Path:
     """Writes a target as floats into `floats` and as a GGUF file into `blocks`, which have equal numbers."""
     family = next(family for family in FAMILIES if family.config.model_type == name)
@@ -104,8 +160,7 @@ def write(folder: pathlib.Path, name: str, mixture: str) -> pathlib.Path:
             theirs = ("gate", "up") if "input" in tensor else ("down",)
             held |= {re.sub(r"shared_mlp\.\w+", f"mlp.{x}_proj", tensor): y for x, y in zip(theirs, parts, strict=True)}
     writer = GGUFWriter(blocks / "model.gguf", MODEL_ARCH_NAMES[ARCHITECTURES[name]])
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    describe(writer, config, load_tokenizer(floats))
     names = get_tensor_name_map(ARCHITECTURES[name], config.num_hidden_layers)
     for place, (tensor, x) in enumerate(sorted(held.items())):
         x, kind = x.astype(np.float32), None
@@ -175,7 +230,13 @@ def test_it_is_the_target_of_its_numbers_and_keeps_their_bits(tmp_path, name, mi
     expected, found = target_of(tmp_path / "floats"), target_of(tmp_path / "blocks")
     for one, other in zip(jax.tree.leaves(expected.model), jax.tree.leaves(found.model), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
-    stored = target_of(tmp_path / "blocks", weights="stored")
+    alone = target_of(tmp_path / "blocks/model.gguf")  # without what lies beside it
+    for one, other in zip(jax.tree.leaves(found.model), jax.tree.leaves(alone.model), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_same_shape(alone.model.config, found.model.config)
+    messages = [{"role": "user", "content": "It's 1234 o'clock:\n\n  tell me"}]
+    assert prompt_ids(alone.tokenizer, messages) == prompt_ids(found.tokenizer, messages)
+    stored = target_of(tmp_path / "blocks/model.gguf", weights="stored")
     kept = jax.tree_util.tree_leaves_with_path(stored.model, is_leaf=is_quantised)
     floats = dict(jax.tree_util.tree_leaves_with_path(found.model))
     bits = {}
@@ -201,6 +262,22 @@ def test_it_is_the_target_of_its_numbers_and_keeps_their_bits(tmp_path, name, mi
     )
 
 
+def assert_same_shape(found: Any, expected: Any) -> None:
+    """Compares configs. A file has floats of 32 bits, and tells of Mistral and Hunyuan less than config.json."""
+    name = expected.model_type
+    assert found.model_type == {"mistral": "llama"}.get(name, name)
+    if name == "hunyuan_v1_dense":
+        stretched = expected.rope_scaling.alpha ** (expected.head_dim / (expected.head_dim - 2))
+        expected = dataclasses.replace(expected, rope_theta=expected.rope_theta * stretched, rope_scaling=None)
+    if name == "ministral3":
+        scaling = dataclasses.replace(expected.rope_scaling, attention_factor=None, mscale=1.0, mscale_all_dim=1.0)
+        assert scaling.amplitude == expected.rope_scaling.amplitude
+        expected = dataclasses.replace(expected, rope_scaling=scaling)
+    got, wanted = (jax.tree.map(np.asarray, dataclasses.asdict(x)) for x in (found, expected))
+    for field in got:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got[field], wanted[field])
+
+
 def test_what_was_read_is_not_kept_beside_the_model(tmp_path):
     write(tmp_path, "qwen3", "Q8_0")
     found, tensor = open_gguf(tmp_path / "blocks/model.gguf")
@@ -222,8 +299,6 @@ def test_every_tensor_of_a_published_config_has_its_name(config, name):
 def test_what_is_not_read_is_refused_by_its_name(tmp_path):
     write(tmp_path, "qwen3", "Q8_0")
     blocks = tmp_path / "blocks"
-    with pytest.raises(TargetError, match=r"model.gguf.*: got a file, expected a folder with config.json, tokenizer"):
-        load_target(str(blocks / "model.gguf"))
     content = (blocks / "model.gguf").read_bytes()
     for damaged, message in {
         content[:4000]: "not a GGUF file",
