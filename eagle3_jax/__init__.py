@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from eagle3_jax.decoding.request import Piece as Piece
     from eagle3_jax.decoding.request import QueueFullError as QueueFullError
     from eagle3_jax.decoding.request import Request as Request
+    from eagle3_jax.decoding.structured.params import StructuredOutputsParams as StructuredOutputsParams
     from eagle3_jax.formats.heads import load_draft as load_draft
     from eagle3_jax.models.checkpoint.fetch import load_target as load_target
 
@@ -30,6 +31,7 @@ _HOMES = {
     **dict.fromkeys(("Output", "Piece", "QueueFullError", "Request"), "eagle3_jax.decoding.request"),
     "Engine": "eagle3_jax.decoding.engine",
     "SamplingParams": "eagle3_jax.decoding.params",
+    "StructuredOutputsParams": "eagle3_jax.decoding.structured.params",
     "load_draft": "eagle3_jax.formats.heads",
     "load_target": "eagle3_jax.models.checkpoint.fetch",
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.config.checks import require
+from eagle3_jax.decoding.structured.params import StructuredOutputsParams
 
 # Sizes of a batch's tables.
 MAX_STOP_IDS = 16
@@ -49,6 +50,7 @@ class SamplingParams:
             None leaves them out.
         skip_special_tokens: leaves special tokens out of the text. False keeps them, and gpt-oss's calls of functions
             as the model writes them, which are reasoning otherwise.
+        structured: the shape of the answer, see `StructuredOutputsParams`; needs an engine with `structured_mib`.
     """
 
     temperature: float = 0.0
@@ -68,6 +70,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -75,16 +78,24 @@ class SamplingParams:
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), np.generic):
                 object.__setattr__(self, field.name, value.item())
+        free = self.structured is None  # else the shape decides where an answer ends
         checks: dict[str, tuple[Callable[[Any], bool], str]] = {
             "temperature": (lambda x: is_number(x) and 0 <= x <= _LARGEST, "a finite number, 0 (greedy) or more"),
             "top_p": (lambda x: is_number(x) and _SMALLEST <= x <= 1, "a number in (0, 1]"),
             "top_k": (lambda x: is_whole(x) and 0 <= x < 2**31, "an integer, 0 (off) or more, below 2**31"),
             "min_p": (lambda x: is_number(x) and 0 <= x <= 1, "a number in [0, 1]"),
             "max_tokens": (lambda x: is_whole(x) and x >= 1, "an integer, at least 1"),
-            "min_tokens": (lambda x: is_whole(x) and 0 <= x <= self.max_tokens, "an integer from 0 to max_tokens"),
+            "min_tokens": (
+                lambda x: is_whole(x) and 0 <= x <= self.max_tokens * free,
+                "an integer from 0 to max_tokens, 0 beside structured",
+            ),
             "seed": (lambda x: is_whole(x) and -(2**63) <= x < 2**63, "an integer from -2**63 to 2**63 - 1"),
             "n": (lambda x: is_whole(x) and x >= 1, "an integer, at least 1"),
-            **dict.fromkeys(("ignore_eos", "skip_special_tokens"), (lambda x: isinstance(x, bool), "True or False")),
+            "ignore_eos": (
+                lambda x: isinstance(x, bool) and (free or not x),
+                "True or False, False beside structured",
+            ),
+            "skip_special_tokens": (lambda x: isinstance(x, bool), "True or False"),
             "stop": (lambda x: _all(x, lambda s: isinstance(s, str) and s != ""), "strings that are not empty"),
             "stop_token_ids": (lambda x: _all(x, _is_id), "token ids"),
             "repetition_penalty": (lambda x: _is_finite(x) and x >= _SMALLEST, "a finite number above 0 (1 is off)"),
@@ -94,6 +105,10 @@ class SamplingParams:
             "logprobs": (
                 lambda x: x is None or (is_whole(x) and 0 <= x <= MAX_LOGPROBS),
                 f"None or an integer from 0 to {MAX_LOGPROBS}",
+            ),
+            "structured": (
+                lambda x: x is None or isinstance(x, StructuredOutputsParams),
+                "StructuredOutputsParams, or None",
             ),
         }
         for field, (holds, expected) in checks.items():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.structured.params import StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ from eagle3_jax.decoding.params import SamplingParams
         ("seed", -(2**63) - 1),
         ("seed", 2**63),
         ("seed", np.float32(1.0)),
+        ("structured", {"json_object": True}),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field, value):
@@ -74,3 +76,30 @@ def test_a_seed_of_64_bits_is_one_of_32():
     assert [SamplingParams(seed=seed).seed_bits for seed in small] == small
     spread = {SamplingParams(seed=seed).seed_bits for seed in (*small, *large)}
     assert len(spread) == 9 and all(0 <= bits < 2**32 for bits in spread)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "structured"),
+        ({"json_object": True, "regex": "a"}, "structured"),
+        ({"json_object": 1}, "json_object"),
+        ({"regex": ""}, "regex"),
+        ({"choice": "ab"}, "choice"),
+        ({"choice": []}, "choice"),
+        ({"choice": ["a", ""]}, "choice"),
+        ({"regex": "a", "after": ""}, "after"),
+        ({"grammar": 'root ::= "a"'}, "grammar"),
+    ],
+)
+def test_a_shape_is_refused_by_name(given, named):
+    with pytest.raises(ValueError, match=f"{named}: got .*expected"):
+        StructuredOutputsParams(**given)
+
+
+def test_a_shape_decides_where_an_answer_ends():
+    shape = StructuredOutputsParams(choice=["yes", "no"])
+    assert shape.choice == ("yes", "no") and hash(shape) == hash(StructuredOutputsParams(choice=("yes", "no")))
+    for field, value in {"ignore_eos": True, "min_tokens": 1}.items():
+        with pytest.raises(ValueError, match=f"{field}: got .*beside structured"):
+            SamplingParams(structured=shape, **{field: value})
