@@ -27,7 +27,8 @@ import warnings
 _QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jax").startswith("0.10."):
     _QUICKLY += " --xla_cpu_use_fusion_emitters=false"
-if importlib.metadata.version("jax").startswith("0.11."):  # as the package does, which comes too late here
+if re.match(r"0\.10\.2|0\.11\.|0\.12\.0$", importlib.metadata.version("jaxlib")):
+    # As the package does, which comes too late here.
     _QUICKLY += " --xla_cpu_experimental_ynn_fusion_type="
 
 for _name, _value in {
