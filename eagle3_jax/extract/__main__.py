@@ -28,7 +28,6 @@ from eagle3_jax.data.conversation import Rejected, read_conversation
 from eagle3_jax.extract import mixing, pipeline
 from eagle3_jax.extract.hidden_states import choose_lengths
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
-from eagle3_jax.models import mesh_advice
 from eagle3_jax.models.checkpoint.fetch import Target, keep_programs_in_bucket, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.inference_layout import for_many_rows
@@ -52,8 +51,6 @@ def extract(config: RunConfig, target: Target | None = None) -> None:
     reads = config.extract.states != "none"
     target = target or load_target(config.target, replica.mesh, only=None if reads else ())
     if reads:
-        if note := mesh_advice.advice(target.model, target.model.config, replica.mesh, "mesh"):
-            processes.say(f"extract: {note}")
         target = dataclasses.replace(target, model=for_many_rows(target.model))
     # The conversations do not depend on which hidden states are kept now.
     check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))

@@ -26,7 +26,7 @@ from eagle3_jax.data.loader import PackedRows, Row, batches
 from eagle3_jax.formats import draft_models, files
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, put, replicated, shardings
-from eagle3_jax.models import fp8, mesh_advice
+from eagle3_jax.models import fp8
 from eagle3_jax.models.checkpoint.fetch import Target, keep_programs_in_bucket, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
@@ -79,9 +79,6 @@ def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
     target = target or load_target(config.target, mesh, only=None if online else ("embed", "lm_head"))
     check_same_target(features, made_from["identity"]["target"], target.identity)
     kind = kind_of(config, target.model.config)
-    field = "train.mesh" if run.mesh else "mesh"
-    if note := mesh_advice.advice(target.model if online else (), target.model.config, mesh, field):
-        processes.say(f"train: {note}")
     identity: dict[str, Any] = {
         "verb": "train",
         "features": manifest.fingerprint(made_from),

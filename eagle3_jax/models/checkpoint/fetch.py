@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -35,7 +36,6 @@ from eagle3_jax.models.checkpoint.gguf_file import GGUF
 from eagle3_jax.models.checkpoint.identity import identify
 from eagle3_jax.models.checkpoint.load import abstract_model, file_digests, load_model, weight_files
 from eagle3_jax.models.families import read_shape
-from eagle3_jax.models.mesh_advice import uneven_heads
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.runs import disk, environment, machine, manifest, processes
@@ -159,6 +159,17 @@ def load_target(
     return Target(model, tokenizer, identity, folder)
 
 
+def uneven_heads(shape: ModelConfig, model: int) -> str | None:
+    """Says that the model axis does not divide the KV heads; None where it does, or where a cache holds no heads."""
+    heads = shape.num_key_value_heads
+    if heads % model == 0 or shape.latent_cache:
+        return None
+    return (
+        f"mesh.model: got {model}, which does not divide {heads} KV heads: each of the {model} devices computes and "
+        f"keeps all of them; {math.gcd(heads, model)} divides them"
+    )
+
+
 def target_config(target: TargetConfig | str | disk.Path) -> TargetConfig:
     """Makes a TargetConfig from a name or a folder. Raises TargetError: neither, or a path without a folder."""
     if isinstance(target, TargetConfig):
@@ -171,10 +182,7 @@ def target_config(target: TargetConfig | str | disk.Path) -> TargetConfig:
 
 
 def read_config(folder: disk.Path, aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
-    """Reads the architecture of a Hugging Face folder. Raises TargetError.
-
-    End-of-sequence tokens of generation_config.json take precedence.
-    """
+    """Reads the architecture, and generation_config.json's end-of-sequence tokens, of a folder. Raises TargetError."""
     path = folder / "config.json"
     if not path.exists():
         held = ", ".join(sorted(child.name for child in folder.iterdir())[:4]) or "nothing"
@@ -226,9 +234,7 @@ def fetch(
 ) -> disk.Path:
     """Resolves a target's name to a Hugging Face folder, a local one or in a bucket. Raises TargetError.
 
-    Args:
-        whole: False downloads no weights from a hub.
-        field, expected: named in errors.
+    `whole` False downloads no weights from a hub; `field` and `expected` are named in errors.
     """
     if not name:  # pathlib's empty path is the working directory
         raise TargetError(f"{field}: got {name!r}, expected {expected}")
@@ -343,10 +349,8 @@ def cache_folder() -> pathlib.Path:
 def keep_programs(*, small: bool = False) -> pathlib.Path:
     """Keeps what is compiled in the cache, unless the user chose a folder by JAX's setting. Returns the cache's folder.
 
-    A CPU's are not kept where XLA would log errors for each of them, see `environment.silence_xla`.
-
-    Args:
-        small: also keeps what compiles within a second; a program of a user may have thousands.
+    A CPU's are not kept where XLA would log errors for each of them, see `environment.silence_xla`. `small` keeps also
+    what compiles within a second; a program of a user may have thousands.
     """
     folder, settings = cache_folder() / "programs", typing.cast(Any, jax.config)
     if settings.jax_compilation_cache_dir is None and (environment.xla_is_silent() or jax.default_backend() != "cpu"):
@@ -355,10 +359,7 @@ def keep_programs(*, small: bool = False) -> pathlib.Path:
 
 
 def keep_programs_in_bucket(run_dir: str) -> None:
-    """Keeps a TPU host's programs beside its run in a bucket: a reclaimed host takes its disk along.
-
-    Does nothing elsewhere, or where the user chose a folder by JAX's own setting.
-    """
+    """Keeps a TPU host's programs beside its run in a bucket, unless the user chose a folder: hosts are reclaimed."""
     settings = typing.cast(Any, jax.config)
     # Programs of CPUs are of one kind of CPU. Those that take less than a second, JAX's limit, take as long to fetch.
     if machine.has_tpu() and disk.system_path(run_dir) is None and not settings.jax_compilation_cache_dir:

@@ -353,3 +353,9 @@ def test_cache_that_was_altered(no_hub, change):
     name = "more.safetensors" if change == "added" else "model.safetensors"
     with pytest.raises(fetch.TargetError, match=rf"{NAME}: altered since it was cached: {name}; remove"):
         fetch.load_target(config, only=())
+
+
+def test_kv_heads_that_do_not_divide_are_named():
+    note = fetch.uneven_heads(tiny.llama_config(), 16)
+    assert note is not None and "got 16, which does not divide 2 KV heads" in note and "2 divides them" in note
+    assert fetch.uneven_heads(tiny.llama_config(), 2) is None
