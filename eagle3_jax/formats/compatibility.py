@@ -46,17 +46,17 @@ class Engines:
         """Lists the properties of a head in a form that an engine cannot run."""
         reasons = dict(self.used(head, form))
         return [
-            f"{reasons[name]}; {engine} (to {self.versions[engine]}): {cell}"
+            f"{reason}; {engine} (to {self.versions[engine]}): {cell}"
             + (f"; without it: {self.without[name]}" if name in self.without else "")
-            for name, cell in self._cells(engine, reasons).items()
-            if reasons[name] and cell in _NO
+            for name, reason in reasons.items()
+            if reason and (cell := self.cell(engine, name)) in _NO
         ]
 
     def served_by(self, head: StoredHead, form: str) -> str:
         """See `DraftKind`."""
         able, others = [], []
         for engine in filter(self.readers[form].__contains__, self.versions):
-            cells = self._cells(engine, dict(self.used(head, form)))
+            cells = {name: self.cell(engine, name) for name, _ in self.used(head, form)}
             lacking = [f"{name} {cell}" for name, cell in cells.items() if cell in _NO]
             if lacking:
                 others.append(f"not by {engine} (to {self.versions[engine]}): {', '.join(lacking)}")
@@ -68,9 +68,6 @@ class Engines:
         """Lists the rows `about` something that an engine reads in a form, and ignores."""
         rows = [row for row, _ in self.used(head, form) if row.startswith(about)]
         return [x for x in rows if engine in self.readers.get(form, ()) and self.cell(engine, x) == SILENT]
-
-    def _cells(self, engine: str, used: Mapping[str, str]) -> dict[str, str]:
-        return {name: self.cell(engine, name) for name in used}
 
     def cell(self, engine: str, row: str) -> str:
         """Returns the first version of an engine that runs what a row names, or what it does instead."""

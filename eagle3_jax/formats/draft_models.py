@@ -38,8 +38,7 @@ def packaged_heads() -> list[str]:
 def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EXPECTED) -> pathlib.Path:
     """Returns a draft's folder: the given one, or that of the packaged head or model with this name; or a GGUF file.
 
-    Raises:
-        TargetError: there is none; `field` and `expected` are named in it.
+    Raises TargetError, which names `field` and `expected`.
     """
     if (path := pathlib.Path(draft)).suffix == GGUF and path.is_file():
         return path

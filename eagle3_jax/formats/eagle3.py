@@ -23,12 +23,7 @@ from eagle3_jax.models.rope import SCALINGS, THETA
 from eagle3_jax.models.target_config import ModelConfig, default_aux_layers
 
 # Each engine, and the newest version whose code was read.
-ENGINES = {
-    "SGLang": "0.5.23",
-    "vLLM": "0.33.0",
-    "EAGLE": "cb7e084 (2026-02)",
-    **engines.VERSIONS,
-}
+ENGINES = {"SGLang": "0.5.23", "vLLM": "0.33.0", "EAGLE": "cb7e084 (2026-02)", **engines.VERSIONS}
 # Property of a head -> for each engine the first version known to run it, or the engine's behaviour instead. Read from
 # - SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23: models/llama_eagle3.py, llama.py, eagle_worker.py,
 #   layers/rotary_embedding (YaRN's factor is called `attn_factor` there);

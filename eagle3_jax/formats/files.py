@@ -59,10 +59,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: pathlib.Path, canonical: Callable[[str], str] = canonical) -> tuple[Tensors, list[str]]:
-    """Reads all tensors under their canonical names; lists names that are missing or occur twice.
-
-    Raises DraftFormatError.
-    """
+    """Reads all tensors by canonical name; lists names that are missing or occur twice. Raises DraftFormatError."""
     if gguf := gguf_file(folder):
         try:
             return reader.tensors(gguf)

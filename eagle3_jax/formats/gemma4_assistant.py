@@ -73,7 +73,6 @@ class _Assistant(DraftKind):
         return StoredHead(self, shape, tensors | {_ROWS: tensors[_ROWS][ids]}, ids)
 
     def load(self, folder: pathlib.Path | None, target: AnyTarget, dtype: Any, token_map: Path | None = None) -> Draft:
-        """See `DraftKind`."""
         assert folder is not None
         stored = self.read(folder, target)
         entries = table(stored.config)

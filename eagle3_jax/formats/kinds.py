@@ -73,8 +73,7 @@ class DraftKind:
     def write(self, folder: pathlib.Path, head: StoredHead, form: str) -> None:
         """Writes a head to `folder`, reads it back and compares every bit.
 
-        Raises:
-            DraftFormatError: the head has problems, the form's engine could not run it, or it does not read back.
+        Raises DraftFormatError: the head has problems, the form's engine could not run it, or it does not read back.
         """
         raise NotImplementedError
 

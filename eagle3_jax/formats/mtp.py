@@ -141,7 +141,6 @@ class MtpKind(DraftKind):
             raise DraftFormatError(f"{folder}: the layer does not read back the same; is the disk full?")
 
     def served_by(self, head: StoredHead, form: str) -> str:
-        """See `DraftKind`."""
         return ENGINES.served_by(head, form)
 
 

@@ -86,7 +86,6 @@ class StoredKind(DraftKind):
         return problems
 
     def read(self, folder: pathlib.Path, target: AnyTarget | None = None) -> StoredHead:
-        """See `DraftKind`."""
         tensors, problems = files.read_tensors(folder, self.canonical)
         values = files.read_config(folder)
         found = self.described(folder, values, tensors, problems)
@@ -111,7 +110,6 @@ class StoredKind(DraftKind):
         return StoredHead(self, tensors=held, token_ids=ids, **found)
 
     def load(self, folder: pathlib.Path | None, target: AnyTarget, dtype: Any, token_map: Path | None = None) -> Draft:
-        """See `DraftKind`."""
         assert folder is not None
         return self.draft(self.read(folder, target), target, dtype)
 
@@ -133,7 +131,6 @@ class StoredKind(DraftKind):
         return Draft(head, jnp.asarray(stored.token_ids, jnp.int32))
 
     def stored(self, draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> StoredHead:
-        """See `DraftKind`."""
         config = self.on_disk(draft.head.config, target)
         ids = np.asarray(draft.token_ids).astype(np.int64)
         problems = self.misfits(config, target) + ids_problems(ids, config) + self.contradictions(config)
@@ -157,7 +154,6 @@ class StoredKind(DraftKind):
         )
 
     def write(self, folder: pathlib.Path, head: StoredHead, form: str) -> None:
-        """See `DraftKind`."""
         if refused := self.refusals(head, form):
             able = [other for other in FORMS if not self.refusals(head, other)]
             refused.append(f"export.format: got {form!r}, expected {' or '.join(able) or 'another head'}")
@@ -201,11 +197,9 @@ class StoredKind(DraftKind):
         return [f"head: got a {self.label} head, expected an EAGLE-3 head; {engine} has no {self.label} heads"]
 
     def served_by(self, head: StoredHead, form: str) -> str:
-        """See `DraftKind`."""
         return f"served by {form}" if form == EAGLE3_JAX.name else self.engines.served_by(head, form)
 
     def warning(self, head: StoredHead, form: str) -> str:
-        """See `DraftKind`."""
         rows = self.engines.ignored(TPU_INFERENCE, head, form, "RoPE")
         if not rows:
             return ""

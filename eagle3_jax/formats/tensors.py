@@ -63,9 +63,6 @@ def head_problems(tensors: Tensors, table: Mapping[str, Entry], config: Any) -> 
 
     Optional: the LM head and embeddings of the target's width (then the target's are used), `t2d`, and `d2t` of the
     whole vocabulary.
-
-    Args:
-        table: parameter path -> its tensors. config: the head's.
     """
     expected = {name: shape for entry in table.values() for name, shape in entry.tensors.items() if name != LM_HEAD}
     optional = {"t2d": (config.vocab_size,), LM_HEAD: (config.draft_vocab_size, config.hidden_size)}

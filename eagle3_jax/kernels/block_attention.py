@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.kernels.contraction import contract
-from eagle3_jax.kernels.remat import KEPT
+from eagle3_jax.kernels.contraction import KEPT, contract
 
 # Scores held at a time, float32: 512 MiB.
 _SCORES = 2**27
@@ -48,8 +47,7 @@ def block_attention(
 
     @jax.checkpoint
     def attend(blocks: tuple[Array, ...]) -> Array:
-        q, k, v, start, end = blocks
-        return _attend(q, k, v, context_keys, context_values, start, end, causal, window)
+        return _attend(*blocks, context_keys, context_values, causal=causal, window=window)
 
     def cut(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(b, a // size, size, *x.shape[2:]), 1, 0)
@@ -58,17 +56,8 @@ def block_attention(
     return checkpoint_name(jnp.moveaxis(attended, 0, 1).reshape(queries.shape), KEPT)
 
 
-def _attend(
-    queries: Array,
-    keys: Array,
-    values: Array,
-    context_keys: Array,
-    context_values: Array,
-    first: Array,
-    anchors: Array,
-    causal: bool,
-    window: int | None,
-) -> Array:
+def _attend(*operands: Array, causal: bool, window: int | None) -> Array:
+    queries, keys, values, first, anchors, context_keys, context_values = operands
     b, a, r, n, d = queries.shape
     t, kv_heads = context_keys.shape[1:3]
     q = queries.reshape(b, a, r, kv_heads, n // kv_heads, d).transpose(0, 3, 1, 4, 2, 5)  # [b, k, a, g, r, d]

@@ -13,6 +13,9 @@ from jaxtyping import Array, Float, Num
 
 from eagle3_jax.kernels.dispatch import device
 
+# The name under which `jax.checkpoint` keeps what the backward pass needs from a forward pass of attention.
+KEPT = "attention"
+
 
 def contract(spec: str, x: Float[Array, "..."], y: Num[Array, "..."], dtype: Any = jnp.float32) -> Float[Array, "..."]:
     """Computes the einsum of two operands, summed in float32. y is cast to x's dtype; y's gradient has y's own dtype.
@@ -44,17 +47,15 @@ def _backward(spec: str, dtype: Any, operands: tuple[Array, Array], cotangent: A
     by_x = _einsum(f"{of_result},{of_y}->{of_x}", cotangent, y.astype(x.dtype), x.dtype)
     if spec in ("mk,kn->mn", "mk,nk->mn") and x.dtype == jnp.bfloat16:
         rows = (x, cotangent) if spec == "mk,kn->mn" else (cotangent, x)
-        by_y = jax.lax.platform_dependent(*rows, cpu=_by_rows_of_transpose, default=_by_columns)
+        by_y = jax.lax.platform_dependent(
+            *rows, cpu=_by_rows_of_transpose, default=functools.partial(_einsum, "mk,mn->kn")
+        )
     else:
         by_y = _einsum(f"{of_x},{of_result}->{of_y}", x, cotangent)
     return by_x, by_y.astype(y.dtype)
 
 
 _contract.defvjp(_forward, _backward)
-
-
-def _by_columns(x: Array, y: Array) -> Array:
-    return _einsum("mk,mn->kn", x, y)
 
 
 def _by_rows_of_transpose(x: Array, y: Array) -> Array:

@@ -30,13 +30,9 @@ def cores() -> int:
 
 
 def default_implementation(of: Any = None) -> Implementation:
-    """Returns the default implementation for a device.
+    """Returns "pallas" for a TPU with enough VMEM, "cpu" for a CPU whose kernels are enabled, else "xla".
 
-    "pallas" on a TPU with enough VMEM (v5e and later; v4 has 16 MiB), "cpu" on a CPU where CPU kernels are enabled
-    (`handler.enabled`), "xla" elsewhere.
-
-    Args:
-        of: the device; None is `device()`.
+    TPUs since v5e have enough; v4 has 16 MiB. `of` is the device; None is `device()`.
     """
     of = of or device()
     if of.platform == "cpu" and handler.enabled():
@@ -51,12 +47,7 @@ def default_implementation(of: Any = None) -> Implementation:
 def choose(given: Implementation | None, *, pallas: bool = False, cpu: bool = False) -> Implementation:
     """Chooses the implementation: `given`, else the device's default if the operation offers it, else "xla".
 
-    Args:
-        pallas: whether the operation has a Pallas kernel for its arguments.
-        cpu: whether the operation has a CPU kernel for its arguments.
-
-    Raises:
-        ValueError: `given` is not offered.
+    `pallas`, `cpu`: whether the operation has such a kernel for its arguments. Raises ValueError: `given` has none.
     """
     offered = {"xla": True, "pallas": pallas, "cpu": cpu}
     if given is None:
@@ -69,10 +60,9 @@ def choose(given: Implementation | None, *, pallas: bool = False, cpu: bool = Fa
 
 
 def split_axes(sizes: dict[str, int]) -> set[str]:
-    """Returns the axes of the current mesh that split dimensions of these sizes; axes split already are left out.
+    """Returns the axes of the current mesh that split dimensions of these sizes (by axis), and divide them.
 
-    Args:
-        sizes: size by axis; an axis that does not divide its size splits nothing.
+    Axes that are split already are left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
     shape = {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
@@ -86,16 +76,9 @@ def is_whole() -> bool:
 
 
 def over_mesh(
-    function: Callable[..., Any],
-    operands: Sequence[Any],
-    specs: Sequence[P],
-    results: Any,
-    sizes: dict[str, int],
+    function: Callable[..., Any], operands: Sequence[Any], specs: Sequence[P], results: Any, sizes: dict[str, int]
 ) -> Any:
-    """Calls `function` on each device's share of the operands.
-
-    XLA's partitioner does not see into a Pallas call, so the call is split here, over the current mesh
-    (`jax.set_mesh`).
+    """Calls `function` on each device's share of the operands: XLA's partitioner does not see into a Pallas call.
 
     Args:
         operands: arrays, or pytrees of them that a spec splits alike; None is passed on.

@@ -91,30 +91,12 @@ def soft_cross_entropy(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(
-    static: Static,
-    hidden: Array,
-    rows: Array,
-    teacher_rows: Array,
-    teacher_hidden: Array,
-    labels: Array,
-    weights: Array,
-    lk_decay: Array | None,
-) -> tuple[Array, Compared]:
-    return _scan(static, hidden, rows, teacher_rows, teacher_hidden, labels, weights, lk_decay, gradients=False)[0]
+def _blocked(static: Static, *operands: Array | None) -> tuple[Array, Compared]:
+    return _scan(static, *operands, gradients=False)[0]
 
 
-def _forward(
-    static: Static,
-    hidden: Array,
-    rows: Array,
-    teacher_rows: Array,
-    teacher_hidden: Array,
-    labels: Array,
-    weights: Array,
-    lk_decay: Array | None,
-) -> tuple[tuple[Array, Compared], tuple[Array, Array]]:
-    return _scan(static, hidden, rows, teacher_rows, teacher_hidden, labels, weights, lk_decay, gradients=True)
+def _forward(static: Static, *operands: Array | None) -> tuple[tuple[Array, Compared], tuple[Array, Array]]:
+    return _scan(static, *operands, gradients=True)
 
 
 def _backward(static: Static, gradients: tuple[Array, Array], cotangents: Any) -> tuple[Array | None, ...]:
@@ -126,18 +108,9 @@ def _backward(static: Static, gradients: tuple[Array, Array], cotangents: Any) -
 _blocked.defvjp(_forward, _backward)
 
 
-def _scan(
-    static: Static,
-    hidden: Array,
-    rows: Array,
-    teacher_rows: Array,
-    teacher_hidden: Array,
-    labels: Array,
-    weights: Array,
-    lk_decay: Array | None,
-    gradients: bool,
-) -> tuple[tuple[Array, Compared], Any]:
+def _scan(static: Static, *operands: Any, gradients: bool) -> tuple[tuple[Array, Compared], Any]:
     """Scans blocks of `length` positions of every row, and joins the outputs of `_block`."""
+    hidden, rows, teacher_rows, teacher_hidden, labels, weights, lk_decay = operands
     (k, b, _, h), (length, cap) = hidden.shape, static
     own_rows, own_teacher_rows = rows.astype(hidden.dtype), teacher_rows.astype(hidden.dtype)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.cache.api import commit
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import Tokens
 from eagle3_jax.kernels.tree_attention.api import append, tree_attention
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows
 
@@ -66,11 +66,9 @@ class Pass:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of one layer.
+    """Keys and values of one layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim].
 
-    Attributes:
-        keys, values: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim]; on a TPU a row may
-            hold several heads (`kernels/tree_attention/packed_heads.py`).
+    On a TPU a row may hold several heads (`kernels/tree_attention/packed_heads.py`).
     """
 
     keys: Array
@@ -92,11 +90,7 @@ class KVCache:
         first: Int[Array, "b t"] | None = None,
         sinks: Float[Array, " n"] | None = None,
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
-        """Writes t new entries at the tail's end, and attends from them.
-
-        Args:
-            first, sinks: see `tree_attention`.
-        """
+        """Writes t new entries at the tail's end, and attends from them; `first` and `sinks`: see `tree_attention`."""
         attended, keys, values = tree_attention(
             queries,
             keys,
@@ -208,11 +202,9 @@ class LayerPass:
         chunk: int | None = None,
         sinks: Float[Array, " n"] | None = None,
     ) -> Float[Array, "b t n d"]:
-        """Writes the layer's cache, and attends.
+        """Writes the layer's cache, and attends; `sinks`: see `tree_attention`.
 
-        Args:
-            window: a token sees the last `window` positions. chunk: it sees its own chunk of `chunk` positions.
-            sinks: see `tree_attention`.
+        A token sees the last `window` positions, or its own chunk of `chunk` positions.
         """
         this = self._this
         first, begin = this.starts, 0 if this.starts is None else this.starts

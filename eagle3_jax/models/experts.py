@@ -107,8 +107,7 @@ def grouped(
 ) -> Float[Array, "r o"]:
     """Computes `jax.lax.ragged_dot` by a loop over blocks of each group; matrices without rows are not read.
 
-    Args:
-        rows: sorted by group. counts: int32, rows of each group; their sum is `r`.
+    Rows are sorted by group; `counts` are the rows of each, int32, whose sum is r.
     """
     size, (_, _, columns) = len(rows), matrices.shape
     ends = jnp.cumsum(counts)
@@ -132,10 +131,6 @@ def grouped(
 
     zeros = jnp.zeros((size + most, columns), jnp.float32)
     return jax.lax.fori_loop(0, len(counts), group, zeros)[:size]
-
-
-def _grouped_forward(rows: Array, matrices: Array, counts: Array) -> tuple[Array, tuple[Array, ...]]:
-    return grouped(rows, matrices, counts), (rows, matrices, counts)
 
 
 def _grouped_backward(saved: tuple[Array, ...], cotangents: Array) -> tuple[Array, Array, None]:
@@ -163,4 +158,4 @@ def _grouped_backward(saved: tuple[Array, ...], cotangents: Array) -> tuple[Arra
     return back.astype(rows.dtype), gradients, None
 
 
-grouped.defvjp(_grouped_forward, _grouped_backward)
+grouped.defvjp(lambda *operands: (grouped(*operands), operands), _grouped_backward)

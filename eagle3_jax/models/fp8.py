@@ -17,23 +17,14 @@ _LARGEST = float(ml_dtypes.finfo(DTYPE).max)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """States side by side.
-
-    Attributes:
-        values: float8_e4m3fn [..., states * H].
-        scale: float32 [..., states]; a state is its values times its scale.
-    """
+    """States side by side: float8_e4m3fn [..., states * H] times scale, float32 [..., states]."""
 
     values: Any
     scale: Any
 
     @classmethod
     def of(cls, x: Float[Array, "... width"], states: int) -> Fp8:
-        """Scales each state so that its largest absolute value is the largest float8; zeros have scale 1.
-
-        Args:
-            states: the number of states that lie side by side; divides the width.
-        """
+        """Scales each of so many states: its largest absolute value is the largest float8; zeros have scale 1."""
         parts = x.astype(jnp.float32).reshape(*x.shape[:-1], states, -1)
         largest = jnp.abs(parts).max(-1)
         scale = jnp.where(largest > 0, jnp.maximum(largest / _LARGEST, jnp.finfo(jnp.float32).tiny), 1.0)

@@ -31,12 +31,7 @@ Module = TypeVar("Module", TargetModel, Head)
 
 
 class Product(NamedTuple):
-    """A kind of product with a model's matrices.
-
-    Attributes:
-        shape: shape of the matrix.
-        vocabulary: whether its rows are one per token.
-    """
+    """A kind of product with matrices of one shape; whether these have a row for each token of the vocabulary."""
 
     shape: tuple[int, ...]
     vocabulary: bool
@@ -52,8 +47,7 @@ class Product(NamedTuple):
 def weights_beside(target: TargetModel) -> Quantization | None:
     """Returns the kind of weights that a head has beside this target: few bits beside few bits, else floats (None).
 
-    Every pass of the head reads its weights. Its floats beside a target in 8 bits would take twice as large a share of
-    a round. Drafts that few bits make worse are refused; the tokens stay the target's.
+    Every pass of the head reads them; drafts that few bits make worse are refused, and the tokens stay the target's.
     """
     return "int8" if few_bits(target) else None
 
@@ -96,11 +90,7 @@ def products(*models: TargetModel | Draft | None) -> dict[Product, list[Matrix]]
 
 
 def padded(model: Model, rows: Mapping[Product, tuple[int, ...]]) -> Model:
-    """Returns a twin on the same arrays whose products pad their rows where that costs less.
-
-    Args:
-        rows: numbers of rows by product, see `layouts.Padded`; a product without any is not padded.
-    """
+    """Returns a twin on the same arrays whose products pad rows to those of the product, see `layouts.Padded`."""
 
     def of(leaf: Matrix, *, vocabulary: bool = False) -> Any:
         known = rows.get(Product(leaf.shape, vocabulary))
@@ -109,9 +99,7 @@ def padded(model: Model, rows: Mapping[Product, tuple[int, ...]]) -> Model:
     def twin(module: Any) -> Any:
         output_rows = of(module.output_rows, vocabulary=True)
         new = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: of(leaf) if MATRICES.search(parameter_path(path)) else leaf,
-            module,
-            is_leaf=is_quantised,
+            lambda path, leaf: of(leaf) if MATRICES.search(parameter_path(path)) else leaf, module, is_leaf=is_quantised
         )
         if isinstance(output_rows, Padded):
             new.lm_head = nnx.Param(output_rows)

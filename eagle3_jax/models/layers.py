@@ -146,11 +146,7 @@ class AlphaScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalScaling:
-    """RoPE of a share of each half of a head, at the whole head's frequencies (Hugging Face `rope_type: proportional`).
-
-    Attributes:
-        partial_rotary_factor: the share; the other numbers are not rotated.
-    """
+    """RoPE of a share of each half of a head, at the whole head's frequencies (`rope_type: proportional`)."""
 
     factor: float = 1.0
     partial_rotary_factor: float = 1.0

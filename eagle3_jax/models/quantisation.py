@@ -30,8 +30,7 @@ def is_quantised(leaf: Any) -> bool:
 def axis_of(name: str, *, vocabulary: bool) -> int | None:
     """Returns the axis along which a parameter's products are summed; None: the parameter is not quantised.
 
-    Args:
-        vocabulary: whether embeddings and LM head are.
+    `vocabulary`: whether embeddings and LM head are.
     """
     if MATRICES.search(name) or EXPERTS.search(name):
         return -2
@@ -39,14 +38,10 @@ def axis_of(name: str, *, vocabulary: bool) -> int | None:
 
 
 def quantised(name: str, leaf: Any, weights: Quantization, *, vocabulary: bool) -> Any:
-    """Quantises a target's parameter, on its devices; returns other parameters as they are.
+    """Quantises a target's parameter on its devices (of a `ShapeDtypeStruct` the shapes); returns others unchanged.
 
     Under `int4` embeddings and LM head have 8 bits and a scale for each row, and matrices one for `GROUP` values, as
     GGUF's have. No group spans two devices.
-
-    Args:
-        name: path of the parameter.
-        leaf: an array, or a `ShapeDtypeStruct`, whose quantised twin has shapes alone.
     """
     axis = axis_of(name, vocabulary=vocabulary)
     if axis is None:
@@ -78,13 +73,9 @@ def few_bits(model: Any) -> dict[str, Any]:
 
 
 def quantised_as(held: Mapping[str, Any], model: Any) -> Any:
-    """Quantises a model of floats as another one of its architecture is.
+    """Quantises a model of floats as another one of its architecture is, whose `few_bits` are `held`.
 
-    Args:
-        held: the other one's `few_bits`.
-
-    Raises:
-        ValueError: a matrix in a form of its checkpoint that `quantise` does not make.
+    Raises ValueError for a matrix in a form of its checkpoint that `quantise` does not make.
     """
 
     def of(path: Any, leaf: jax.Array) -> Any:

@@ -14,18 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.gated_delta import api as gated_delta
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import Tokens
 from eagle3_jax.models.cache import Pass
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ConvolutionCache:
-    """Inputs of a layer's causal convolution over time.
-
-    Attributes:
-        inputs: of each slot the last `history` committed ones, then those of the tail, which wait for `commit`.
-        history: taps of the convolution that lie before a token.
+    """Inputs of a layer's causal convolution: of each slot the last `history` committed ones, then those of the tail,
+    which wait for `commit`.
     """
 
     inputs: Float[Array, "s rows c"]

@@ -54,10 +54,7 @@ def read_rope(
 ) -> tuple[float, Scaling | None]:
     """Reads base and scaling from a config.json. Appends to `problems` by field; the values are then undefined.
 
-    Args:
-        kinds: the supported kinds of scaling.
-        theta: the default base.
-        partial: whether the family reads `partial_rotary_factor`, see `read_partial`; else it is refused.
+    `partial`: whether the family reads `partial_rotary_factor`, see `read_partial`; else it is refused.
     """
     if partial:
         rest = {key: {**values[key], _PARTIAL: None} for key in _SECTIONS if isinstance(values.get(key), dict)}

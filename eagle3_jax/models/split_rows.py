@@ -12,7 +12,7 @@ from jax import P
 from jaxtyping import Array, Float, Int, Num
 
 from eagle3_jax.kernels.gated_delta import api as gated_delta
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import Tokens
 from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows, pack_heads
 from eagle3_jax.models.cache import Pass
@@ -38,9 +38,7 @@ class SplitRows:
     ) -> tuple[Float[Array, "b t n d"], SplitRows]:
         """Attends from each piece to its row up to the query: the tokens before the piece are its committed ones.
 
-        Args:
-            this: of an empty cache and new tokens in order, as `target_states` makes it.
-            first, sinks: see `tree_attention`.
+        `this` is of an empty cache and new tokens in order. `first`, `sinks`: see `tree_attention`.
         """
         given = {name: x for name, x in (("first", first), ("sinks", sinks)) if x is not None}
 

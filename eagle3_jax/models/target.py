@@ -19,14 +19,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.cache import BorrowedCache, Cache, KVCache, LayerCache, LayerPass, Pass, slots_of
-from eagle3_jax.models.layers import (
-    embeddings,
-    normal,
-    ones,
-    rms_norm,
-    scaled_rope_table,
-    whole_states,
-)
+from eagle3_jax.models.layers import embeddings, normal, ones, rms_norm, scaled_rope_table, whole_states
 from eagle3_jax.models.target_config import ModelConfig, final_boundary
 
 # Cosines and sines, see `rope_table`.
@@ -56,10 +49,7 @@ class TargetModel(nnx.Module):
             self.lm_head = normal((config.vocab_size, config.hidden_size), dtype, rngs)
 
     def __call__(
-        self,
-        tokens: Int[Array, "b t"],
-        this: Pass,
-        cache: Cache,
+        self, tokens: Int[Array, "b t"], this: Pass, cache: Cache
     ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], Cache]:
         """Runs t new tokens of each sequence behind its committed prefix; `row` and `preceding` are not read.
 
@@ -158,9 +148,6 @@ def _decoder_layer(
     cache: LayerCache,
     entries: tuple[Array, Array] | None,
 ) -> tuple[Float[Array, "b t h"], LayerCache, tuple[Array, Array] | None]:
-    """Runs one layer on its own cache, or on that of the layer which made the entries.
-
-    The nested jit traces and lowers layers that are alike once.
-    """
+    """Runs one layer on its own cache, or that of the layer which made the entries; alike layers are traced once."""
     own = LayerPass(this, cache, entries)
     return block(x, rope, own), own.cache, own.entries

@@ -72,11 +72,7 @@ class ModelConfig:
         heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
         eos = values.get("eos_token_id")
         return cls(
-            vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
+            **{name: values[name] for name in required},
             num_key_value_heads=values.get("num_key_value_heads") or heads,
             head_dim=values.get("head_dim") or values["hidden_size"] // heads,
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
@@ -121,11 +117,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialRotaryConfig(ModelConfig):
-    """Shape of a target whose RoPE may rotate the first part of each head only.
-
-    Attributes:
-        partial_rotary_factor: the share of a head that RoPE rotates.
-    """
+    """Shape of a target whose RoPE may rotate the first part of each head only, the share `partial_rotary_factor`."""
 
     partial_rotary_factor: float = 1.0
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float
 
+from eagle3_jax.kernels.contraction import KEPT
 from eagle3_jax.kernels.dispatch import default_implementation, over_mesh
-from eagle3_jax.kernels.remat import KEPT
 from eagle3_jax.kernels.ttt_attention.api import ttt_attention
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head

@@ -20,8 +20,7 @@ from eagle3_jax.kernels import dispatch
 from eagle3_jax.kernels.cache.api import commit
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.gated_delta import api as gated_delta
-from eagle3_jax.kernels.gated_delta.solve import CHUNK
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import CHUNK, Tokens
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.linear.quantised import product
 from eagle3_jax.kernels.tree_attention.api import tree_attention

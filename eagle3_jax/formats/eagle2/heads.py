@@ -48,10 +48,7 @@ def may_be_eagle2(values: dict[str, Any]) -> bool:
 
 
 def read_shape(folder: pathlib.Path, target: ModelConfig) -> Eagle2Config:
-    """Reads the shape of a head over the target's whole vocabulary from config.json alone. Raises DraftFormatError.
-
-    Without `bias`, fc has one, as in SafeAILab's code.
-    """
+    """Reads the shape of a head over the target's whole vocabulary from config.json alone. Raises DraftFormatError."""
     problems: list[str] = []
     values = files.read_config(folder)
     config = read_config(values, target.num_hidden_layers, target.vocab_size, values.get("bias", True), problems)

@@ -61,11 +61,7 @@ def read(path: str | pathlib.Path, vocab_size: int) -> Int64[np.ndarray, " ids"]
 
 
 def locate(path: str | pathlib.Path) -> pathlib.Path:
-    """Returns a local file, or fetches "organisation/repository/file[@revision]" from a hub.
-
-    Raises:
-        ValueError: neither exists, or another kind of file.
-    """
+    """Returns a local file, or fetches "organisation/repository/file[@revision]" from a hub. Raises ValueError."""
     name, _, revision = str(path).partition("@")
     here = pathlib.Path(path).exists()
     if pathlib.Path(path if here else name).suffix not in _READERS:

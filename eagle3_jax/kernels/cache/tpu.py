@@ -42,11 +42,7 @@ def commit(
 
 
 def _local(
-    lengths: Array,
-    path: Array,
-    page_table: Array | None,
-    *caches: Array,
-    interpret: Any = False,
+    lengths: Array, path: Array, page_table: Array | None, *caches: Array, interpret: Any = False
 ) -> tuple[Array, ...]:
     """Commits one device's share, in as few calls as VMEM allows."""
     rows, kv_heads, page_size, head_dim = caches[0].shape

@@ -13,13 +13,7 @@ def write(
     at: Int[Array, " b"],
     page_table: Int[Array, "b pages"] | None = None,
 ) -> Num[Array, "p k s d"]:
-    """Writes t new entries of each sequence from slot `at` on.
-
-    Args:
-        cache: contiguous, [b, k, slots, d], or with a page table [pages, k, page_size, d]. `at + t` must not exceed
-            the slots.
-        page_table: int32, the page of each page_size slots.
-    """
+    """Writes t new entries of each sequence from slot `at` on; see `cache.api.commit`. `at + t` must fit the slots."""
     new = new.astype(cache.dtype)
     if page_table is not None:
         slots = at[:, None] + jnp.arange(new.shape[2])[None]

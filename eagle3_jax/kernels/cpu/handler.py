@@ -20,7 +20,7 @@ import jax
 from llvmlite import ir
 
 from eagle3_jax.kernels.cpu import compiler
-from eagle3_jax.kernels.cpu.ir import I8, I32, I64, POINTER, VOID, Code, Value, define
+from eagle3_jax.kernels.cpu.ir import I8, I32, I64, POINTER, VOID, Code, Value, define, internal
 
 _log = logging.getLogger(__name__)
 
@@ -119,47 +119,29 @@ def write_kernel(module: ir.Module, name: str, operands: int, results: int, plan
     for i, value in enumerate(values):
         code.b.store(value, code.at(known, i, I64))
 
-    run = define(module, f"{name}.chunk", [POINTER, I64])
-    run.function.linkage = "internal"
-    body(
-        run,
-        [run.load(run.at(run.function.args[0], i, I64), kind) for i, kind in enumerate(kinds)],
-        run.function.args[1],
-    )
-    run.b.ret_void()
-    run.finish()
-
-    work = define(module, f"{name}.work", [POINTER])
-    work.function.linkage = "internal"
-    job = work.function.args[0]
-    head, do, end = (work.function.append_basic_block(part) for part in ("head", "do", "end"))
-    work.b.branch(head)
-    work.b.position_at_end(head)
-    chunk = work.b.atomic_rmw("add", work.at(job, _NEXT, I8), work.integer(1), "acquire")
-    work.b.cbranch(work.less(chunk, work.field(job, _TOTAL, I64)), do, end)
-    work.b.position_at_end(do)
-    work.b.call(run.function, [work.field(job, _VALUES), chunk])
-    work.b.atomic_rmw("add", work.at(job, _DONE, I8), work.integer(1), "release")
-    work.b.branch(head)
-    work.b.position_at_end(end)
-    work.b.ret_void()
-    work.finish()
-
-    release = define(module, f"{name}.release", [POINTER])
-    release.function.linkage = "internal"
-    job = release.function.args[0]
-    holders = release.b.atomic_rmw("sub", release.at(job, _HOLDERS, I8), release.integer(1), "acq_rel")
-    with release.when(release.b.icmp_signed("==", holders, release.integer(1))):
-        release.call("free", VOID, job)
-    release.b.ret_void()
-    release.finish()
-
-    helper = define(module, f"{name}.helper", [POINTER])
-    helper.function.linkage = "internal"
-    helper.b.call(work.function, [helper.function.args[0]])
-    helper.b.call(release.function, [helper.function.args[0]])
-    helper.b.ret_void()
-    helper.finish()
+    with internal(module, f"{name}.chunk", [POINTER, I64]) as run:
+        given, number = run.function.args
+        body(run, [run.load(run.at(given, i, I64), kind) for i, kind in enumerate(kinds)], number)
+    with internal(module, f"{name}.work", [POINTER]) as work:
+        job = work.function.args[0]
+        head, do, end = (work.function.append_basic_block(part) for part in ("head", "do", "end"))
+        work.b.branch(head)
+        work.b.position_at_end(head)
+        chunk = work.b.atomic_rmw("add", work.at(job, _NEXT, I8), work.integer(1), "acquire")
+        work.b.cbranch(work.less(chunk, work.field(job, _TOTAL, I64)), do, end)
+        work.b.position_at_end(do)
+        work.b.call(run.function, [work.field(job, _VALUES), chunk])
+        work.b.atomic_rmw("add", work.at(job, _DONE, I8), work.integer(1), "release")
+        work.b.branch(head)
+        work.b.position_at_end(end)
+    with internal(module, f"{name}.release", [POINTER]) as release:
+        job = release.function.args[0]
+        holders = release.b.atomic_rmw("sub", release.at(job, _HOLDERS, I8), release.integer(1), "acq_rel")
+        with release.when(release.b.icmp_signed("==", holders, release.integer(1))):
+            release.call("free", VOID, job)
+    with internal(module, f"{name}.helper", [POINTER]) as helper:
+        for part in (work, release):
+            helper.b.call(part.function, [helper.function.args[0]])
 
     job = code.call("malloc", POINTER, code.integer(_JOB_SIZE))
     for field, value in ((_NEXT, 0), (_DONE, 0), (_HOLDERS, 1)):

@@ -27,6 +27,10 @@ def constant(value: float, width: int | None = None) -> Value:
     return ir.Constant(F32, value) if width is None else ir.Constant(vector(width), [value] * width)
 
 
+def _of_integers(name: str) -> Callable[[Code, Any, Any], Value]:
+    return lambda code, a, b: getattr(code.b, name)(code.integer(a), code.integer(b))
+
+
 class Code:
     """Writes the body of one function."""
 
@@ -44,20 +48,7 @@ class Code:
     def integer(value: int | Value) -> Value:
         return ir.Constant(I64, value) if isinstance(value, int) else value
 
-    def add(self, a: Any, b: Any) -> Value:
-        return self.b.add(self.integer(a), self.integer(b))
-
-    def sub(self, a: Any, b: Any) -> Value:
-        return self.b.sub(self.integer(a), self.integer(b))
-
-    def mul(self, a: Any, b: Any) -> Value:
-        return self.b.mul(self.integer(a), self.integer(b))
-
-    def div(self, a: Any, b: Any) -> Value:
-        return self.b.udiv(self.integer(a), self.integer(b))
-
-    def rem(self, a: Any, b: Any) -> Value:
-        return self.b.urem(self.integer(a), self.integer(b))
+    add, sub, mul, div, rem = map(_of_integers, ("add", "sub", "mul", "udiv", "urem"))
 
     def less(self, a: Any, b: Any) -> Value:
         return self.b.icmp_signed("<", self.integer(a), self.integer(b))
@@ -69,6 +60,9 @@ class Code:
     def least(self, a: Any, b: Any) -> Value:
         a, b = self.integer(a), self.integer(b)
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+
+    def clipped(self, index: Value, size: Value) -> Value:
+        return self.most(0, self.least(index, self.sub(size, 1)))
 
     def variable(self, kind: ir.Type, value: Value | None = None, count: int = 1) -> Value:
         """Allocates stack memory; LLVM keeps a single value in a register."""
@@ -88,6 +82,18 @@ class Code:
     def field(self, base: Value, offset: int, kind: ir.Type = POINTER) -> Value:
         """Loads the value at base + offset bytes."""
         return self.load(self.at(base, offset, I8), kind)
+
+    def index(self, numbers: Value, at: Value) -> Value:
+        """Loads numbers[at], an int32."""
+        return self.b.sext(self.load(self.at(numbers, at, I32), I32), I64)
+
+    def flag(self, flags: Value, at: Value) -> Value:
+        """Loads flags[at], a bool."""
+        return self.b.icmp_unsigned("!=", self.load(self.at(flags, at, I8), I8), ir.Constant(I8, 0))
+
+    def copy(self, to: Value, source: Value, size: int) -> None:
+        """Copies so many bytes."""
+        self.call("llvm.memcpy.p0.p0.i64", VOID, to, source, self.integer(size), ir.Constant(I1, 0))
 
     def broadcast(self, value: Value, width: int) -> Value:
         kind = ir.VectorType(value.type, width)
@@ -207,13 +213,20 @@ class Code:
         self.b.branch(head)
         self.b.position_at_end(end)
 
-    @contextlib.contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
-        with self.b.if_then(condition):
-            yield
+    def when(self, condition: Value) -> contextlib.AbstractContextManager[Any]:
+        return self.b.if_then(condition)
 
 
 def define(module: ir.Module, name: str, kinds: Sequence[ir.Type], result: ir.Type = VOID) -> Code:
     """Adds a function to the module; the caller writes its body."""
-    function = ir.Function(module, ir.FunctionType(result, kinds), name)
-    return Code(function)
+    return Code(ir.Function(module, ir.FunctionType(result, kinds), name))
+
+
+@contextlib.contextmanager
+def internal(module: ir.Module, name: str, kinds: Sequence[ir.Type]) -> Iterator[Code]:
+    """Adds a function that the module alone calls, without a result; the block writes its body."""
+    code = define(module, name, kinds)
+    code.function.linkage = "internal"
+    yield code
+    code.b.ret_void()
+    code.finish()

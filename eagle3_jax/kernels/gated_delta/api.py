@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.dispatch import Implementation, choose, device, over_mesh
 from eagle3_jax.kernels.gated_delta import cpu, solve, walk
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import Tokens
 from eagle3_jax.kernels.tpu.registers import LANES
 
 # How a mesh splits tokens, states, and what a row has.

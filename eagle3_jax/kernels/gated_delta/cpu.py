@@ -16,8 +16,8 @@ from llvmlite import ir
 
 from eagle3_jax.kernels.cpu import compiler, handler
 from eagle3_jax.kernels.cpu.handler import Buffer
-from eagle3_jax.kernels.cpu.ir import F32, I1, I8, I32, I64, POINTER, VOID, Code, Value, constant, vector
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.cpu.ir import F32, I1, I8, POINTER, VOID, Code, Value, constant, vector
+from eagle3_jax.kernels.gated_delta.solve import Tokens
 
 _WIDTH = 16  # floats of a vector
 _WIDEST = 256  # d_v, whose vectors are all held at once
@@ -41,10 +41,7 @@ def chain(
 
 
 def tree(
-    tokens: Tokens,
-    states: Float[Array, "s n d_k d_v"],
-    slots: Int[Array, " b"] | None,
-    parents: Int[Array, "b t"],
+    tokens: Tokens, states: Float[Array, "s n d_k d_v"], slots: Int[Array, " b"] | None, parents: Int[Array, "b t"]
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b t n d_v"]]:
     """See `api.tree`; a node's parent is an index plus one, 0 is the committed state."""
     of = jnp.arange(1, parents.shape[1] + 1, dtype=jnp.int32)
@@ -152,26 +149,8 @@ class _Walk:
                 code.store_floats(number, code.at(base, v * _WIDTH, F32), F32)
 
 
-def _index(code: Code, numbers: Value, *at: Value) -> Value:
-    """Loads an int32."""
-    (place,) = at
-    return code.b.sext(code.load(code.at(numbers, place, I32), I32), I64)
-
-
-def _flag(code: Code, flags: Value, at: Value) -> Value:
-    return code.b.icmp_unsigned("!=", code.load(code.at(flags, at, I8), I8), ir.Constant(I8, 0))
-
-
-def _clipped(code: Code, index: Value, size: Value) -> Value:
-    return code.most(0, code.least(index, code.sub(size, 1)))
-
-
 def _inside(code: Code, index: Value, size: Value) -> Value:
     return code.b.icmp_unsigned("<", index, size)
-
-
-def _copy(code: Code, to: Value, source: Value, floats: int) -> None:
-    code.call("llvm.memcpy.p0.p0.i64", VOID, to, source, code.integer(4 * floats), ir.Constant(I1, 0))
 
 
 def _write_chain(module: ir.Module, name: str, key_dim: int, value_dim: int) -> None:
@@ -190,16 +169,16 @@ def _write_chain(module: ir.Module, name: str, key_dim: int, value_dim: int) -> 
         rows, count = values[15:]
         state = code.call("malloc", POINTER, code.integer(4 * size))
         with code.loop(0, rows) as b:
-            with code.when(code.b.not_(_flag(code, follows, b))):
-                _copy(code, state, walk.state(states, _clipped(code, _index(code, slots, b), count)), size)
+            with code.when(code.b.not_(code.flag(follows, b))):
+                code.copy(state, walk.state(states, code.clipped(code.index(slots, b), count)), 4 * size)
             with code.loop(0, walk.t) as at:
-                with code.when(_flag(code, begins, code.add(code.mul(b, walk.t), at))):
+                with code.when(code.flag(begins, code.add(code.mul(b, walk.t), at))):
                     zero = ir.Constant(I8, 0)
                     code.call("llvm.memset.p0.i64", VOID, state, zero, code.integer(4 * size), ir.Constant(I1, 0))
                 walk.step(state, state, operands, b, at, outputs)
-            slot = _index(code, slots, b)
-            with code.when(code.b.and_(_flag(code, kept, b), _inside(code, slot, count))):
-                _copy(code, walk.state(states, slot), state, size)
+            slot = code.index(slots, b)
+            with code.when(code.b.and_(code.flag(kept, b), _inside(code, slot, count))):
+                code.copy(walk.state(states, slot), state, 4 * size)
         code.call("free", VOID, state)
 
     handler.write_kernel(module, name, 10, 2, plan, body)
@@ -220,14 +199,14 @@ def _write_tree(module: ir.Module, name: str, key_dim: int, value_dim: int) -> N
         heads, count = values[13:]
         b = code.div(chunk, heads)
         walk = _Walk(code, key_dim, value_dim, values[11:14], code.rem(chunk, heads))
-        committed = walk.state(states, _clipped(code, _index(code, slots, b), count))
+        committed = walk.state(states, code.clipped(code.index(slots, b), count))
         own = code.call("malloc", POINTER, code.mul(walk.t, 4 * size))
         with code.loop(0, walk.t) as at:
             node = code.add(code.mul(b, walk.t), at)
-            parent = _index(code, parents, node)
+            parent = code.index(parents, node)
             of_parent = code.at(own, code.mul(code.sub(parent, 1), size), F32)
             before = code.b.select(code.b.icmp_signed("==", parent, code.integer(0)), committed, of_parent)
-            with code.b.if_else(_flag(code, has_child, node)) as (inner, leaf):
+            with code.b.if_else(code.flag(has_child, node)) as (inner, leaf):
                 with inner:
                     walk.step(before, code.at(own, code.mul(at, size), F32), operands, b, at, *results)
                 with leaf:
@@ -251,7 +230,7 @@ def _write_fold(module: ir.Module, name: str, key_dim: int, value_dim: int) -> N
         heads, count = values[8:]
         b, kind = code.div(chunk, heads), vector(_WIDTH)
         walk = _Walk(code, key_dim, value_dim, values[6:9], code.rem(chunk, heads))
-        slot, nodes = _index(code, slots, b), _index(code, counts, b)
+        slot, nodes = code.index(slots, b), code.index(counts, b)
         with code.when(code.b.and_(_inside(code, slot, count), code.less(0, nodes))):
             state = walk.state(states, slot)
             sums = [code.variable(kind) for _ in range(walk.vectors)]

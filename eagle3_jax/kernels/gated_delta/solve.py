@@ -6,20 +6,33 @@ With A[i, j] whether i sees j (itself included), G_i the sum of the decays that 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
 
 CHUNK = 64  # tokens of a prompt that are one system
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
+class Tokens(NamedTuple):
+    """Tokens in order, or nodes of a tree, float32.
+
+    Attributes:
+        queries, keys: of unit length, queries scaled.
+        decays: the logarithm g, at most 0. A token with a decay of 0 and a beta of 0 changes no state.
+    """
+
+    queries: Float[Array, "b t k d_k"]
+    keys: Float[Array, "b t k d_k"]
+    values: Float[Array, "b t n d_v"]
+    decays: Float[Array, "b t n"]
+    betas: Float[Array, "b t n"]
+
+
 def chain(
-    tokens: Tokens,
-    states: Float[Array, "b n d_k d_v"],
-    begins: Bool[Array, "b t"],
+    tokens: Tokens, states: Float[Array, "b n d_k d_v"], begins: Bool[Array, "b t"]
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b n d_k d_v"]]:
     """See `api.chain`."""
     b, t = begins.shape
@@ -41,9 +54,7 @@ def chain(
 
 
 def tree(
-    tokens: Tokens,
-    states: Float[Array, "b n d_k d_v"],
-    mask: Bool[Array, "b t t"],
+    tokens: Tokens, states: Float[Array, "b n d_k d_v"], mask: Bool[Array, "b t t"]
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b t n d_v"]]:
     """See `api.tree`."""
     goes_on = jnp.ones(mask.shape[:2], bool)
@@ -69,15 +80,11 @@ def fold(
 
 
 def _solved(
-    tokens: Tokens,
-    states: Float[Array, "b n d_k d_v"],
-    sees: Bool[Array, "b t t"],
-    goes_on: Bool[Array, "b t"],
+    tokens: Tokens, states: Float[Array, "b n d_k d_v"], sees: Bool[Array, "b t t"], goes_on: Bool[Array, "b t"]
 ) -> tuple[Float[Array, "b n d_k d_v"], Float[Array, "b t n d_v"], Float[Array, "b t n d_v"]]:
     """Returns the states behind the last token, outputs and updates.
 
-    Args:
-        goes_on: whether a token stands behind the states, or behind a document's beginning.
+    `goes_on`: whether a token stands behind the states, or behind a document's beginning.
     """
     _, _, values, decays, betas = tokens
 

@@ -19,8 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from eagle3_jax.kernels.dispatch import over_mesh
-from eagle3_jax.kernels.gated_delta.solve import CHUNK
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import CHUNK, Tokens
 from eagle3_jax.kernels.tpu.registers import SUBLANES, dot
 
 # Chosen by static profiles (tools/tpu_kernels.py).

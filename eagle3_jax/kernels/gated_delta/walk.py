@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import Tokens
 
 
 def chain(
-    tokens: Tokens,
-    states: Float[Array, "b n d_k d_v"],
-    begins: Bool[Array, "b t"],
+    tokens: Tokens, states: Float[Array, "b n d_k d_v"], begins: Bool[Array, "b t"]
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b n d_k d_v"]]:
     """See `api.chain`."""
 
@@ -28,9 +26,7 @@ def chain(
 
 
 def tree(
-    tokens: Tokens,
-    states: Float[Array, "b n d_k d_v"],
-    mask: Bool[Array, "b t t"],
+    tokens: Tokens, states: Float[Array, "b n d_k d_v"], mask: Bool[Array, "b t t"]
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b t n d_v"]]:
     """See `api.tree`; the states of this layer's nodes live as long as the call."""
     t = mask.shape[1]

@@ -84,7 +84,7 @@ def gated_linear(
 ) -> Float[Array, "*batch out"]:
     """Computes silu(x @ gate) * (x @ up) in x's dtype."""
     if isinstance(gate, Panels) and type(gate) is type(up):
-        gated = _kernels(gate).gated_product(x.reshape(-1, x.shape[-1]), gate, up)
+        gated = _kernels(gate).product(x.reshape(-1, x.shape[-1]), gate, up)
         return gated.astype(x.dtype).reshape(*x.shape[:-1], -1)
     return jax.nn.silu(linear(x, gate)) * linear(x, up)
 
@@ -97,8 +97,7 @@ def multiply(
 ) -> Float[Array, "m n"]:
     """Computes the product in float32, or in the dtype of `dense`, which multiplies x by an array.
 
-    Args:
-        index: the matrix's place in a stack of matrices, of arrays or `Quantised`.
+    `index` is the matrix's place in a stack of matrices, of arrays or `Quantised`.
     """
     if isinstance(matrix, Panels):
         return _kernels(matrix).product(x, matrix)

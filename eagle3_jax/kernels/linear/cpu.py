@@ -26,7 +26,7 @@ from llvmlite import ir
 
 from eagle3_jax.kernels.cpu import compiler, handler
 from eagle3_jax.kernels.cpu.handler import Buffer
-from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I32, I64, POINTER, Code, Value, constant, define, vector
+from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I32, I64, POINTER, Code, Value, constant, internal, vector
 from eagle3_jax.kernels.linear.layouts import Panels
 
 # (rows, columns) of a block whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
@@ -63,22 +63,16 @@ def _panels(matrix: Float[Array, "k n"], width: int, group: int, dtype: Any) -> 
     return padded.reshape(len(padded) // group, group, -1, width).transpose(2, 0, 3, 1)
 
 
-def product(x: Float[Array, "m k"], matrix: Panels) -> Float32[Array, "m n"]:
-    """Computes x @ matrix in float32, summed in order of k; the matrix is cast to x's dtype, float32 or bfloat16."""
-    return _call("product", x, (matrix,))
+def product(x: Float[Array, "m k"], *matrices: Panels) -> Float32[Array, "m n"]:
+    """Computes x @ matrix, or of two matrices silu(x @ gate) * (x @ up), in float32, summed in order of k.
 
-
-def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[Array, "m n"]:
-    """Computes silu(x @ gate) * (x @ up); see `product`."""
-    return _call("gated_product", x, (gate, up))
-
-
-def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
+    A matrix is cast to x's dtype, float32 or bfloat16.
+    """
     panels = [matrix.for_rows(x) for matrix in matrices]
     count, groups, width, group = panels[0].shape
     rows = _BLOCKS[compiler.has_wide_vectors()][0]
     stored = tuple(matrix.dtype.name for matrix in panels)
-    name = f"eagle3_jax_{kind}_{x.dtype}_{'_'.join(stored)}_{group}"
+    name = f"eagle3_jax_product_{x.dtype}_{'_'.join(stored)}_{group}"
     compiler.kernel(name, write_product, rows, width, x.dtype.name, stored, group)
     result = jax.ShapeDtypeStruct((x.shape[0], count * width), jnp.float32)
     padded = jnp.pad(x, ((0, 0), (0, groups * group - x.shape[1])))
@@ -86,20 +80,12 @@ def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
 
 
 def write_product(
-    module: ir.Module,
-    name: str,
-    rows: int,
-    width: int,
-    dtype: str,
-    stored: Sequence[str],
-    group: int,
+    module: ir.Module, name: str, rows: int, width: int, dtype: str, stored: Sequence[str], group: int
 ) -> None:
     """Writes the kernel (x [m, k], panels [p, k / group, w, group]) -> float32 [m, p * w]; a chunk is a few panels.
 
     Args:
-        rows: rows of a block in registers.
-        width: columns of a block in registers.
-        dtype: dtype of x.
+        rows, width: of a block in registers. dtype: dtype of x.
         stored: dtypes of the panels (of `gate` and `up` if there are two): x's, or one that is widened to x's.
         group: rows of the matrix per instruction: 1, or 2 for bfloat16.
     """
@@ -182,39 +168,34 @@ def write_chunk(
 def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type, stored: ir.Type) -> ir.Function:
     """Writes the function y[r, :] = sum over i of x[r, i] * panel[i, :], with the sums in registers.
 
-    Args:
-        element: type of x. i32 is a pair of bfloat16, here and in `stored`.
-        stored: type of the panel, widened to x's.
+    `element` is the type of x, `stored` that of the panel, which is widened to x's; i32 is a pair of bfloat16.
     """
     part = _PAIRS if element == I32 else width  # columns per instruction
-    pointer, kind = POINTER, vector(part)
-    code = define(module, name, [pointer] * 3 + [I64, I64])
-    code.function.linkage = "internal"
-    panel, x, y, k, stride = code.function.args
-    for argument in (panel, x, y):
-        argument.add_attribute("noalias")
-    starts = range(0, width, part)
-    of_x = [code.at(x, code.mul(k, r), element) for r in range(rows)]
-    totals = [[code.variable(kind, constant(0.0, part)) for _ in starts] for _ in range(rows)]
+    kind = vector(part)
+    with internal(module, name, [POINTER] * 3 + [I64, I64]) as code:
+        panel, x, y, k, stride = code.function.args
+        for argument in (panel, x, y):
+            argument.add_attribute("noalias")
+        starts = range(0, width, part)
+        of_x = [code.at(x, code.mul(k, r), element) for r in range(rows)]
+        totals = [[code.variable(kind, constant(0.0, part)) for _ in starts] for _ in range(rows)]
 
-    def load(base: Value, index: Value, count: int, kind: ir.Type) -> Value:
-        place = code.at(base, index, kind)
-        if kind != I32:
-            return code.load_floats(place, count, kind)
-        return code.load(place, I32 if count == 1 else ir.VectorType(I32, count), align=4)
+        def load(base: Value, index: Value, count: int, kind: ir.Type) -> Value:
+            place = code.at(base, index, kind)
+            if kind != I32:
+                return code.load_floats(place, count, kind)
+            return code.load(place, I32 if count == 1 else ir.VectorType(I32, count), align=4)
 
-    with code.loop(0, k) as i:
-        weights = [load(panel, code.add(code.mul(i, width), start), part, stored) for start in starts]
-        for row, sums in zip(of_x, totals, strict=True):
-            value = code.broadcast(load(row, i, 1, element), part)
-            for weight, total in zip(weights, sums, strict=True):
-                add = code.dot_pairs if element == I32 else code.fma
-                code.b.store(add(value, weight, code.load(total, kind)), total)
-    for r, sums in enumerate(totals):
-        for start, total in zip(starts, sums, strict=True):
-            code.b.store(code.load(total, kind), code.at(y, code.add(code.mul(stride, r), start), F32), align=4)
-    code.b.ret_void()
-    code.finish()
+        with code.loop(0, k) as i:
+            weights = [load(panel, code.add(code.mul(i, width), start), part, stored) for start in starts]
+            for row, sums in zip(of_x, totals, strict=True):
+                value = code.broadcast(load(row, i, 1, element), part)
+                for weight, total in zip(weights, sums, strict=True):
+                    add = code.dot_pairs if element == I32 else code.fma
+                    code.b.store(add(value, weight, code.load(total, kind)), total)
+        for r, sums in enumerate(totals):
+            for start, total in zip(starts, sums, strict=True):
+                code.b.store(code.load(total, kind), code.at(y, code.add(code.mul(stride, r), start), F32), align=4)
     return code.function
 
 

@@ -32,11 +32,7 @@ def counts() -> tuple[int, ...]:
 
 
 def cheapest(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """Returns the numbers of rows that cost no more than any larger number, for `Padded.rows`; none if all do.
-
-    Args:
-        seconds: time of a product by number of rows, ascending.
-    """
+    """Returns the numbers of rows that cost no more than any larger number, for `Padded.rows`; none if all do."""
     kept = [
         rows
         for rows, taken in seconds.items()
@@ -49,11 +45,8 @@ def cheapest(seconds: Mapping[int, float]) -> tuple[int, ...]:
 def multiply(
     matrices: Sequence[Array | Quantised], x: Float[Array, " k"], *, rows: int, product: Callable[[Array, Any], Array]
 ) -> Float[Array, "m k"]:
-    """Multiplies `rows` rows with each matrix in turn, to be timed.
-
-    Each product depends on the one before it; else XLA may merge products of the same rows. The barrier keeps XLA from
-    computing only the column that is read.
-    """
+    """Multiplies `rows` rows with each matrix in turn, to be timed."""
+    # Each product depends on the one before it, else XLA may merge them; the barrier keeps all its columns.
     x = jnp.broadcast_to(x, (rows, len(x)))
     for matrix in matrices:
         x += jnp.tanh(jax.lax.optimization_barrier(product(x, matrix))[:, :1]).astype(x.dtype)

@@ -81,12 +81,7 @@ class PanelForm(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantisedPanels(Panels):
-    """A matrix [k, n] in few bits as the CPU kernel reads it (`quantised_cpu.pack`).
-
-    Attributes:
-        panels: bytes, uint8 [p, bytes of a panel]; columns and rows are padded with zeros.
-        form: what the bytes are.
-    """
+    """A matrix [k, n] in few bits as the CPU kernel reads it (`quantised_cpu.pack`): uint8 [p, bytes of a panel]."""
 
     form: PanelForm = dataclasses.field(metadata={"static": True})
 
@@ -111,17 +106,9 @@ class Quantised(_Parameter):
     offset: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def sharding(self) -> Any:
-        return self.values.sharding
-
-    @property
-    def committed(self) -> bool:
-        return self.values.committed
+    shape = property(lambda self: self.values.shape)
+    sharding = property(lambda self: self.values.sharding)
+    committed = property(lambda self: self.values.committed)
 
     def array(self) -> Float[Array, "..."]:
         """Multiplies the matrix out, in its dtype."""
@@ -140,7 +127,6 @@ def dense(matrix: Any) -> Any:
 
 def _multiplied_out(values: Array, scale: Array, offset: Array | None) -> Array:
     def spread(x: Array) -> Array:
-        """Repeats each group's number for the values of the group."""
         for axis in (-2, -1):
             x = jnp.repeat(x, values.shape[axis] // x.shape[axis], axis=axis)
         return x.astype(jnp.float32)
@@ -152,23 +138,13 @@ def _multiplied_out(values: Array, scale: Array, offset: Array | None) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Padded(_Parameter):
-    """A matrix whose products pad x to the next number of rows in `rows`; x with more rows is not padded.
-
-    Attributes:
-        matrix: [k, n], or a vocabulary's [n, k]; an array or `Quantised`.
-        rows: ascending; see `few_rows.cheapest`.
-    """
+    """A matrix ([k, n], or a vocabulary's [n, k]) whose products pad x to the next of `rows`, which ascend, if any."""
 
     matrix: Any  # Float[Array, "..."], or the leaf of another tree of this structure
     rows: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.matrix.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.matrix.dtype
+    shape = property(lambda self: self.matrix.shape)
+    dtype = property(lambda self: self.matrix.dtype)
 
     def apply(self, product: Callable[[Array, Any], Array], x: Float[Array, "m k"]) -> Float[Array, "m n"]:
         """Applies `product` to the padded x and the matrix, and drops the padding's rows."""

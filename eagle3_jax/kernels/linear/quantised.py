@@ -34,11 +34,9 @@ _MOST_ROWS = 512  # of x in the TPU's kernel: for more rows a float copy of the 
 
 @functools.partial(jax.jit, static_argnames=("kind", "axis", "group"))
 def quantise(matrix: Float[Array, "..."], kind: Quantization, *, axis: int = -2, group: int | None = None) -> Quantised:
-    """Rounds a matrix to `kind`.
+    """Rounds a matrix to `kind`, in groups of values along the product's k: `axis` -2, or -1 for a vocabulary's rows.
 
-    Args:
-        axis: the product's k: -2, or -1 for a vocabulary's rows.
-        group: values that share a scale, a divisor of k. None: all of a column.
+    `group` is a divisor of k; None: all of a column.
     """
     axis %= matrix.ndim
     size = matrix.shape[axis]

@@ -24,7 +24,7 @@ from llvmlite import ir
 
 from eagle3_jax.kernels.cpu import compiler, handler
 from eagle3_jax.kernels.cpu.handler import Buffer
-from eagle3_jax.kernels.cpu.ir import ELEMENTS, F16, F32, I8, I16, I32, I64, POINTER, Code, Value, define, vector
+from eagle3_jax.kernels.cpu.ir import ELEMENTS, F16, F32, I8, I16, I32, I64, POINTER, Code, Value, internal, vector
 from eagle3_jax.kernels.linear.cpu import chunks, write_chunk
 from eagle3_jax.kernels.linear.layouts import PanelForm, Quantised, QuantisedPanels
 
@@ -38,13 +38,7 @@ _ROUND = 1.5 * 2**23  # added to a float32 below 2^22, it leaves the nearest int
 
 
 class Dots(NamedTuple):
-    """How four products of bytes are added to a sum.
-
-    Attributes:
-        lanes: columns of a register.
-        rows: rows of a block whose sums fit into the registers.
-        width: columns of the block.
-    """
+    """How four products of bytes are added to a sum; columns of a register; rows and columns of a block."""
 
     kind: str
     lanes: int
@@ -124,20 +118,11 @@ def _halved(x: np.ndarray, scale: np.ndarray) -> bool:
     return bool((lost <= 2.0**-11 * np.maximum(np.abs(x), np.abs(scale))).all())
 
 
-def product(x: Float[Array, "m k"], matrix: QuantisedPanels) -> Float32[Array, "m n"]:
-    """Computes x @ matrix in float32, with x quantised in groups of 32 numbers of a row."""
-    return _call("product", x, (matrix,))
-
-
-def gated_product(x: Float[Array, "m k"], gate: QuantisedPanels, up: QuantisedPanels) -> Float32[Array, "m n"]:
-    """Computes silu(x @ gate) * (x @ up); see `product`."""
-    return _call("gated_product", x, (gate, up))
-
-
-def _call(kind: str, x: Array, matrices: tuple[QuantisedPanels, ...]) -> Array:
+def product(x: Float[Array, "m k"], *matrices: QuantisedPanels) -> Float32[Array, "m n"]:
+    """Computes as `cpu.product` does, with x quantised in groups of 32 numbers of a row."""
     ways, forms = dots(), tuple(matrix.form for matrix in matrices)
     named = "_".join("".join(map(str, form)) for form in forms)
-    name = f"eagle3_jax_quantised_{kind}_{ways.kind}_{x.dtype}_{named}"
+    name = f"eagle3_jax_quantised_product_{ways.kind}_{x.dtype}_{named}"
     compiler.kernel(name, write_product, ways, x.dtype.name, forms)
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
     m, groups = x.shape[0], x.shape[1] // GROUP
@@ -159,10 +144,7 @@ def write_product(module: ir.Module, name: str, ways: Dots, dtype: str, forms: S
     """Writes the kernel (x [m, k], panels [p, bytes]) -> float32 [m, p * width], and x quantised.
 
     x quantised is int8 [m, k], float32 scales [m, k / 32] and int32 sums [m, k / 32, `_sums_of_group`] of the int8.
-
-    Args:
-        dtype: dtype of x.
-        forms: forms of the panels (of `gate` and `up` if there are two).
+    `gate` and `up` have a form of panels each.
     """
     kept = _sums_of_group(forms)
     blocks = {
@@ -222,85 +204,85 @@ def _write_rounding(code: Code, x: Value, element: ir.Type, rounded: Sequence[Va
 
 def _write_block(module: ir.Module, name: str, rows: int, form: PanelForm, ways: Dots, kept: int) -> ir.Function:
     """Writes the function y[r, :] = sum over groups of scale of x * (scale * sum of values * x + offset * sum of x)."""
-    code = define(module, name, [POINTER] * 5 + [I64, I64])
-    code.function.linkage = "internal"
-    panel, q, scales, sums, y, groups, stride = code.function.args
-    for argument in code.function.args[:5]:
-        argument.add_attribute("noalias")
-    lanes, width, kind = ways.lanes, ways.width, vector(ways.lanes)
-    starts = range(0, width, lanes)
-    multiplier = _Multiplier(code, form.bits, ways)
-    zero = form.zero + multiplier.zero
-    totals = [[code.variable(kind, ir.Constant(kind, [0.0] * lanes)) for _ in starts] for _ in range(rows)]
-    half = form.scale == "float16"
+    with internal(module, name, [POINTER] * 5 + [I64, I64]) as code:
+        panel, q, scales, sums, y, groups, stride = code.function.args
+        for argument in code.function.args[:5]:
+            argument.add_attribute("noalias")
+        lanes, width, kind = ways.lanes, ways.width, vector(ways.lanes)
+        starts = range(0, width, lanes)
+        multiplier = _Multiplier(code, form.bits, ways)
+        zero = form.zero + multiplier.zero
+        totals = [[code.variable(kind, ir.Constant(kind, [0.0] * lanes)) for _ in starts] for _ in range(rows)]
+        half = form.scale == "float16"
 
-    def load_scales(place: Value, which: int, start: int) -> Value:
-        at = which * width + start
-        if half:
-            return code.b.fpext(code.load(code.at(place, at, F16), ir.VectorType(F16, lanes), align=2), kind)
-        return code.load(code.at(place, at, F32), kind, align=4)
+        def load_scales(place: Value, which: int, start: int) -> Value:
+            at = which * width + start
+            if half:
+                return code.b.fpext(code.load(code.at(place, at, F16), ir.VectorType(F16, lanes), align=2), kind)
+            return code.load(code.at(place, at, F32), kind, align=4)
 
-    def multiply(values: Value, of_x: list[Value], steps: range) -> list[list[Value]]:
-        """Sums the products of some steps of a group, for each row and register of columns."""
-        counts: list[list[Value]] = [[None for _ in starts] for _ in range(rows)]
-        for step in steps:
-            loaded = [
-                code.load(code.at(values, (step * width + start) * _STEP, I8), ir.VectorType(I32, lanes), align=4)
-                for start in starts
-            ]
-            # 4 bits: the lower halves are this step's values, the upper ones those of the step 16 values on.
-            for later, weights in enumerate(multiplier.unpacked(loaded)):
-                place = (step + later * _STEPS // 2) * _STEP
-                for r in range(rows):
-                    x = code.broadcast(code.load(code.at(of_x[r], place, I8), I32, align=4), lanes)
-                    counts[r] = [multiplier.add(c, w, x) for c, w in zip(counts[r], weights, strict=True)]
-        return [[multiplier.sums(count) for count in row] for row in counts]
+        def multiply(values: Value, of_x: list[Value], steps: range) -> list[list[Value]]:
+            """Sums the products of some steps of a group, for each row and register of columns."""
+            counts: list[list[Value]] = [[None for _ in starts] for _ in range(rows)]
+            for step in steps:
+                loaded = [
+                    code.load(code.at(values, (step * width + start) * _STEP, I8), ir.VectorType(I32, lanes), align=4)
+                    for start in starts
+                ]
+                # 4 bits: the lower halves are this step's values, the upper ones those of the step 16 values on.
+                for later, weights in enumerate(multiplier.unpacked(loaded)):
+                    place = (step + later * _STEPS // 2) * _STEP
+                    for r in range(rows):
+                        x = code.broadcast(code.load(code.at(of_x[r], place, I8), I32, align=4), lanes)
+                        counts[r] = [multiplier.add(c, w, x) for c, w in zip(counts[r], weights, strict=True)]
+            return [[multiplier.sums(count) for count in row] for row in counts]
 
-    with code.loop(0, groups) as group:
-        here = code.add(form.bytes_of_head(width), code.mul(group, form.bytes_of_group(width)))
-        block = code.at(panel, here, I8)
-        values = code.at(block, form.bytes_of_scales(width) if form.group else 0, I8)
-        if rows > _SMALL:  # with fewer rows the processor itself reads far enough ahead
-            for line in range(0, form.bytes_of_group(width), 64):
-                code.prefetch(code.at(block, line + _AHEAD * form.bytes_of_group(width), I8))
-        of_row = [code.add(code.mul(groups, r), group) for r in range(rows)]
-        of_x = [code.at(q, code.mul(at, GROUP), I8) for at in of_row]
-        steps, shares = _STEPS * form.bits // 8, GROUP // form.group if form.group else 1
-        for share in range(shares):
-            counts = multiply(values, of_x, range(share * steps // shares, (share + 1) * steps // shares))
-            for r, at in enumerate(of_row):
-                scale = code.load(code.at(scales, at, F32), F32)
-                parts_of_x = range(share * kept // shares, (share + 1) * kept // shares)
-                sums_of_x = [code.load(code.at(sums, code.add(code.mul(at, kept), i), I32), I32) for i in parts_of_x]
-                total_of_x = functools.reduce(code.b.add, sums_of_x)
-                scale_of_x = code.broadcast(scale, lanes)
-                for start, count, total in zip(starts, counts[r], totals[r], strict=True):
-                    if zero:
-                        surplus = code.broadcast(code.b.mul(total_of_x, ir.Constant(I32, zero)), lanes)
-                        count = code.b.sub(count, surplus)
-                    first = share * form.parts
-                    factor = code.b.fmul(load_scales(block, first, start), scale_of_x) if form.group else scale_of_x
-                    value = code.fma(code.b.sitofp(count, kind), factor, code.load(total, kind))
-                    if form.parts > 1:
-                        sum_of_x = code.b.fmul(scale, code.b.sitofp(total_of_x, F32))
-                        value = code.fma(load_scales(block, first + 1, start), code.broadcast(sum_of_x, lanes), value)
-                    code.b.store(value, total)
-    for r in range(rows):
-        for start, total in zip(starts, totals[r], strict=True):
-            value = code.load(total, kind)
-            if not form.group:
-                value = code.b.fmul(value, load_scales(panel, 0, start))
-            code.b.store(value, code.at(y, code.add(code.mul(stride, r), start), F32), align=4)
-    code.b.ret_void()
-    code.finish()
+        with code.loop(0, groups) as group:
+            here = code.add(form.bytes_of_head(width), code.mul(group, form.bytes_of_group(width)))
+            block = code.at(panel, here, I8)
+            values = code.at(block, form.bytes_of_scales(width) if form.group else 0, I8)
+            if rows > _SMALL:  # with fewer rows the processor itself reads far enough ahead
+                for line in range(0, form.bytes_of_group(width), 64):
+                    code.prefetch(code.at(block, line + _AHEAD * form.bytes_of_group(width), I8))
+            of_row = [code.add(code.mul(groups, r), group) for r in range(rows)]
+            of_x = [code.at(q, code.mul(at, GROUP), I8) for at in of_row]
+            steps, shares = _STEPS * form.bits // 8, GROUP // form.group if form.group else 1
+            for share in range(shares):
+                counts = multiply(values, of_x, range(share * steps // shares, (share + 1) * steps // shares))
+                for r, at in enumerate(of_row):
+                    scale = code.load(code.at(scales, at, F32), F32)
+                    parts_of_x = range(share * kept // shares, (share + 1) * kept // shares)
+                    sums_of_x = [
+                        code.load(code.at(sums, code.add(code.mul(at, kept), i), I32), I32) for i in parts_of_x
+                    ]
+                    total_of_x = functools.reduce(code.b.add, sums_of_x)
+                    scale_of_x = code.broadcast(scale, lanes)
+                    for start, count, total in zip(starts, counts[r], totals[r], strict=True):
+                        if zero:
+                            surplus = code.broadcast(code.b.mul(total_of_x, ir.Constant(I32, zero)), lanes)
+                            count = code.b.sub(count, surplus)
+                        first = share * form.parts
+                        factor = code.b.fmul(load_scales(block, first, start), scale_of_x) if form.group else scale_of_x
+                        value = code.fma(code.b.sitofp(count, kind), factor, code.load(total, kind))
+                        if form.parts > 1:
+                            sum_of_x = code.b.fmul(scale, code.b.sitofp(total_of_x, F32))
+                            value = code.fma(
+                                load_scales(block, first + 1, start), code.broadcast(sum_of_x, lanes), value
+                            )
+                        code.b.store(value, total)
+        for r in range(rows):
+            for start, total in zip(starts, totals[r], strict=True):
+                value = code.load(total, kind)
+                if not form.group:
+                    value = code.b.fmul(value, load_scales(panel, 0, start))
+                code.b.store(value, code.at(y, code.add(code.mul(stride, r), start), F32), align=4)
     return code.function
 
 
 class _Multiplier:
     """Adds products of four bytes to sums, with one machine's instructions. Registers hold i32, four bytes each.
 
-    Attributes:
-        zero: what is added to the values before they are multiplied.
+    `zero` is added to the values before they are multiplied.
     """
 
     def __init__(self, code: Code, bits: int, ways: Dots) -> None:

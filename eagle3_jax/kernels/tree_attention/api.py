@@ -15,7 +15,7 @@ from eagle3_jax.kernels.cache.xla import write
 from eagle3_jax.kernels.dispatch import Implementation, choose
 from eagle3_jax.kernels.tree_attention import cpu
 from eagle3_jax.kernels.tree_attention.cpu import attend_cpu
-from eagle3_jax.kernels.tree_attention.xla import attend_xla
+from eagle3_jax.kernels.tree_attention.xla import Operands, attend_xla
 
 
 def tree_attention(
@@ -71,14 +71,14 @@ def tree_attention(
     if tail_mask is not None and tail_mask.shape[-1] < t:
         raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected at least {t}, one per new token")
     new_keys, new_values = _stored(new_keys, keys.dtype), _stored(new_values, values.dtype)
-    operands = queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table
+    operands = Operands(queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks)
     on_cpu = first is None and sinks is None and cpu.supports(queries.dtype, keys.dtype, queries.shape[3])
     chosen = choose(implementation, pallas=True, cpu=on_cpu)
     if chosen == "pallas":
         from eagle3_jax.kernels.tree_attention.tpu import attend_tpu
 
-        return attend_tpu(*operands, first, sinks, continued=continued, interpret=interpret)
-    return attend_cpu(*operands) if chosen == "cpu" else attend_xla(*operands, first, sinks)
+        return attend_tpu(operands, continued=continued, interpret=interpret)
+    return attend_cpu(operands) if chosen == "cpu" else attend_xla(operands)
 
 
 def append(
@@ -104,9 +104,9 @@ def append(
 
         b, kv_heads, t, d = new_keys.shape
         first = lengths[:, None] + jnp.arange(t, dtype=lengths.dtype)[None]
-        operands = jnp.zeros((b, t, kv_heads, d), keys.dtype), new_keys, new_values, keys, values, lengths, None
-        _, keys, values = attend_tpu(*operands, page_table, first, None, continued=continued, interpret=interpret)
-        return keys, values
+        queries = jnp.zeros((b, t, kv_heads, d), keys.dtype)
+        operands = Operands(queries, new_keys, new_values, keys, values, lengths, None, page_table, first, None)
+        return attend_tpu(operands, continued=continued, interpret=interpret)[1:]
     return write(keys, new_keys, lengths, page_table), write(values, new_values, lengths, page_table)
 
 

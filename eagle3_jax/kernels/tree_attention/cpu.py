@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 from llvmlite import ir
 
 from eagle3_jax.kernels.cpu import compiler, handler
 from eagle3_jax.kernels.cpu.handler import Buffer
-from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I1, I8, I32, I64, POINTER, VOID, Code, Value, constant, vector
+from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I32, I64, POINTER, Code, Value, constant, vector
+from eagle3_jax.kernels.tree_attention.xla import Operands
 
 _WIDTH = 16  # floats of a vector
 _ROWS = 4  # rows attended together
@@ -28,17 +29,9 @@ _BLOCK = 128  # slots per step of the online softmax
 _LEAST = -1e30
 
 
-def attend_cpu(
-    queries: Float[Array, "b t n d"],
-    new_keys: Float[Array, "b k t d"],
-    new_values: Float[Array, "b k t d"],
-    keys: Float[Array, "p k s d"],
-    values: Float[Array, "p k s d"],
-    lengths: Int[Array, " b"],
-    tail_mask: Bool[Array, "b t m"] | None,
-    page_table: Int[Array, "b pages"] | None,
-) -> tuple[Float[Array, "b t n d"], Array, Array]:
-    """See `tree_attention`; caches have the queries' dtype."""
+def attend_cpu(o: Operands) -> tuple[Float[Array, "b t n d"], Array, Array]:
+    """See `tree_attention`; caches have the queries' dtype, and neither `first` nor `sinks` is read."""
+    queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, *_ = o
     if page_table is None:
         page_table = jnp.arange(len(queries), dtype=jnp.int32)[:, None]
     dtype, d = queries.dtype.name, queries.shape[3]
@@ -57,11 +50,7 @@ def supports(dtype: Any, cache_dtype: Any, head_dim: int) -> bool:
 
 
 def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int) -> None:
-    """Writes the kernel; its results are the attended values, keys and values.
-
-    Args:
-        room: the most slots of a tail under a mask; 0 is a causal tail.
-    """
+    """Writes the kernel; a tail under a mask has at most `room` slots, 0 is a causal tail."""
     masked, held = room > 0, _BLOCK + room  # slots of the block where the tail begins, and the tail's
     element, vectors, size_of = ELEMENTS[dtype], d // _WIDTH, 4 if dtype == "float32" else 2
     kind = vector(_WIDTH)
@@ -69,13 +58,9 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
     def page_of(code: Code, values: Sequence[Value], cache: Value, b: Value, head: Value, number: Value) -> Value:
         """Returns a head's entries in a page of a sequence; indices out of range are clipped, as in JAX."""
         table, heads, pages, size, columns = values[7], *values[11:15]
-        column = code.at(table, code.add(code.mul(b, columns), code.least(number, code.sub(columns, 1))), I32)
-        page = code.b.sext(code.load(column, I32), I64)
-        page = code.most(0, code.least(page, code.sub(pages, 1)))
+        column = code.add(code.mul(b, columns), code.least(number, code.sub(columns, 1)))
+        page = code.clipped(code.index(table, column), pages)
         return code.at(cache, code.mul(code.add(code.mul(page, heads), head), code.mul(size, d)), element)
-
-    def length_of(code: Code, lengths: Value, b: Value) -> Value:
-        return code.b.sext(code.load(code.at(lengths, b, I32), I32), I64)
 
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
         queries, new_keys, new_values, keys, _, lengths, mask, table = operands
@@ -85,20 +70,14 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
         tail = mask.size(2) if masked else t
         values += [t, n, heads, keys.size(0), size, table.size(1), tail]
         with code.loop(0, queries.size(0)) as b:
-            end = code.add(length_of(code, values[5], b), tail)
+            end = code.add(code.index(values[5], b), tail)
             with code.loop(0, heads) as head, code.loop(0, t) as i:  # the new entries are the last of the tail
                 place = code.add(code.sub(end, t), i)
                 number, inside = code.div(place, size), code.mul(code.rem(place, size), d)
                 new = code.mul(code.add(code.mul(code.add(code.mul(b, heads), head), t), i), d)
                 for cache, entries in zip(values[3:5], values[1:3], strict=True):
-                    code.call(
-                        "llvm.memcpy.p0.p0.i64",
-                        VOID,
-                        code.at(page_of(code, values, cache, b, head, number), inside, element),
-                        code.at(entries, new, element),
-                        code.integer(d * size_of),
-                        ir.Constant(I1, 0),
-                    )
+                    to = code.at(page_of(code, values, cache, b, head, number), inside, element)
+                    code.copy(to, code.at(entries, new, element), d * size_of)
         blocks = code.div(code.add(code.mul(t, code.div(n, heads)), _ROWS - 1), _ROWS)
         return [*values, blocks], code.mul(code.mul(queries.size(0), heads), blocks)
 
@@ -107,7 +86,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
         of_head, first = code.div(chunk, blocks), code.mul(code.rem(chunk, blocks), _ROWS)
         b, head = code.div(of_head, heads), code.rem(of_head, heads)
         group = code.div(n, heads)
-        length = length_of(code, lengths, b)
+        length = code.index(lengths, b)
         end = code.add(length, tail)
 
         rows = code.mul(t, group)
@@ -173,8 +152,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
                     place, index = code.at(block[1], code.mul(j, d), element), code.sub(code.add(start, j), length)
                     for r in range(_ROWS):
                         at = code.add(code.mul(code.add(code.mul(b, t), token[r]), tail), code.most(index, 0))
-                        visible = code.b.icmp_unsigned("!=", code.load(code.at(mask, at, I8), I8), ir.Constant(I8, 0))
-                        visible = code.b.or_(visible, code.less(index, 0))
+                        visible = code.b.or_(code.flag(mask, at), code.less(index, 0))
                         last = code.load(filled[r], I64)
                         score = code.load(code.at(scores, code.add(j, r * _BLOCK), F32), F32)
                         code.b.store(score, code.at(kept, code.add(last, r * held), F32))
@@ -207,8 +185,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
 def _blocks(code: Code, first: Any, last: Value, size: Value) -> Iterator[tuple[Value, Value, Value, Value]]:
     """Writes a loop over the blocks of slots `first`, where one begins, to `last`; none crosses a page.
 
-    Yields:
-        The page, the block's place inside, its first slot, and the number of its slots.
+    Yields the page, the block's place inside, its first slot, and the number of its slots.
     """
     pages = code.div(code.add(last, code.sub(size, 1)), size)
     with code.loop(code.div(code.integer(first), size), pages) as page:

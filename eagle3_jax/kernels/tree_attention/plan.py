@@ -96,9 +96,7 @@ class Shape:
     def blocks(self, length: Any, lowest: Any, highest: Any) -> tuple[Any, Any, Any, Any]:
         """Returns the blocks that a tile of queries needs, [low, high), and those without a mask, [plain, masked).
 
-        Args:
-            lowest: the least of the first slots that the tile's queries see.
-            highest: the greatest of them.
+        `lowest` and `highest` are those of the first slots that the tile's queries see.
         """
         end = length + self.tail
         return lowest // self.block, pl.cdiv(end, self.block), pl.cdiv(highest, self.block), length // self.block
@@ -132,12 +130,9 @@ def plan(
     """Chooses the tiling.
 
     Args:
-        queries: shape, as `tree_attention` takes them.
-        keys: shape, as `tree_attention` takes them.
-        dtypes: dtypes of queries and keys.
+        queries, keys: shapes, as `tree_attention` takes them. dtypes: of both.
         tail: slots of the tail.
         pages: columns of the page table; None is contiguous.
-        continued: see `tree_attention`.
 
     Raises:
         ValueError: the call does not fit; with the numbers.

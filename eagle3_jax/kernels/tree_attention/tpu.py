@@ -10,66 +10,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import P
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.cache.xla import write
 from eagle3_jax.kernels.dispatch import cores, over_mesh
 from eagle3_jax.kernels.tree_attention.packed_heads import own_parts, pack_heads, spread_queries
 from eagle3_jax.kernels.tree_attention.plan import WORD, plan
 from eagle3_jax.kernels.tree_attention.tpu_kernel import attend
+from eagle3_jax.kernels.tree_attention.xla import Operands
 
 
-def attend_tpu(
-    queries: Float[Array, "b t n d"],
-    new_keys: Array,
-    new_values: Array,
-    keys: Array,
-    values: Array,
-    lengths: Int[Array, " b"],
-    tail_mask: Bool[Array, "b t m"] | None,
-    page_table: Int[Array, "b pages"] | None,
-    first: Int[Array, "b t"] | None,
-    sinks: Float[Array, " n"] | None,
-    *,
-    continued: bool,
-    interpret: Any,
-) -> tuple[Float[Array, "b t n d"], Array, Array]:
-    """See `tree_attention`. New entries [b, k, t, d] have the cache's dtype; a cache row may hold several heads."""
-    kv_heads, d = new_keys.shape[1], new_keys.shape[3]
-    _, rows, _, width = keys.shape
+def attend_tpu(o: Operands, *, continued: bool, interpret: Any) -> tuple[Float[Array, "b t n d"], Array, Array]:
+    """See `tree_attention`; a cache row may hold several heads."""
+    kv_heads, d = o.new_keys.shape[1], o.new_keys.shape[3]
+    _, rows, _, width = o.keys.shape
     beside, packed = kv_heads // rows, (rows, width) != (kv_heads, d)
     if packed:
-        queries = spread_queries(queries, beside, rows, width)
-        new_keys, new_values = pack_heads(new_keys, rows, width), pack_heads(new_values, rows, width)
+        new = {name: pack_heads(getattr(o, name), rows, width) for name in ("new_keys", "new_values")}
+        o = o._replace(queries=spread_queries(o.queries, beside, rows, width), **new)
     tokens, cache, each = P("data", None, "model"), P("data", "model"), P("data")
     attended, keys, values = over_mesh(
         functools.partial(_local, scale=d**-0.5, continued=continued, interpret=interpret),
-        (queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks),
+        o,
         (tokens, cache, cache, cache, cache, each, each, each, each, P("model")),
         (tokens, cache, cache),
         # A page may hold tokens of any sequence: every device of the data axis needs all pages.
-        {"model": keys.shape[1]} | ({"data": len(queries)} if page_table is None else {}),
+        {"model": rows} | ({"data": len(o.queries)} if o.page_table is None else {}),
     )
     return own_parts(attended, beside, rows, d) if packed else attended, keys, values
 
 
 def _local(
-    queries: Float[Array, "b t n d"],
-    new_keys: Array,
-    new_values: Array,
-    keys: Array,
-    values: Array,
-    lengths: Int[Array, " b"],
-    tail_mask: Bool[Array, "b t m"] | None,
-    page_table: Int[Array, "b pages"] | None,
-    first: Int[Array, "b t"] | None,
-    sinks: Float[Array, " n"] | None,
-    *,
-    scale: float,
-    continued: bool,
-    interpret: Any,
+    *operands: Any, scale: float, continued: bool, interpret: Any
 ) -> tuple[Float[Array, "b t n d"], Array, Array]:
-    """Attends for one device's share."""
+    """Attends for one device's share, the fields of `Operands`."""
+    queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks = operands
     b, t, n, d = queries.shape
     s = plan(
         queries.shape,
@@ -95,40 +70,23 @@ def _local(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(s.kv_heads, group) * math.log2(math.e)
         sinks = jnp.pad(sinks, ((0, 0), more))
-    parts = 1 if sinks is not None else _parts(b, s.kv_heads)
-    attended, *caches = attend(
-        dataclasses.replace(s, batch=b * parts, kv_heads=s.kv_heads // parts),
-        scale,
-        _heads_apart(folded, parts),
-        _heads_apart(keys, parts),
-        _heads_apart(values, parts),
-        None if page_table is None else _repeated(page_table, parts) * parts + jnp.arange(b * parts)[:, None] % parts,
-        _repeated(lengths, parts),
-        None if bits is None else _repeated(bits, parts),
-        None if first is None else _repeated(first, parts),
-        sinks,
-        None if new is None else (_heads_apart(new[0], parts), _heads_apart(new[1], parts)),
-        interpret=interpret,
+    # Cores share the KV heads if the batch is no multiple of the cores.
+    parts = cores() if sinks is None and b % cores() and s.kv_heads % cores() == 0 else 1
+    # Each part of the KV heads is a sequence (or page) of its own.
+    folded, keys_apart, values_apart, new = jax.tree.map(
+        lambda x: x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:]), (folded, keys, values, new)
     )
+    page_table, lengths, bits, first = jax.tree.map(
+        lambda x: jnp.repeat(x, parts, axis=0), (page_table, lengths, bits, first)
+    )
+    table = None if page_table is None else page_table * parts + jnp.arange(b * parts)[:, None] % parts
+    of_parts = dataclasses.replace(s, batch=b * parts, kv_heads=s.kv_heads // parts)
+    operands = folded, keys_apart, values_apart, table, lengths, bits, first, sinks, new
+    attended, *caches = attend(of_parts, scale, *operands, interpret=interpret)
     attended = attended.reshape(b, s.kv_heads, -1, s.group, s.tile, d).transpose(0, 2, 4, 1, 3, 5)
     keys, values = (cache.reshape(before.shape) for cache, before in zip(caches, (keys, values), strict=True))
     attended = attended.reshape(b, s.nodes, s.kv_heads, s.group, d)[:, :t, :, :group]
     return attended.reshape(queries.shape), keys, values
-
-
-def _parts(batch: int, kv_heads: int) -> int:
-    """Returns the parts of a sequence's KV heads: cores share the heads if the batch is no multiple of the cores."""
-    return cores() if batch % cores() and kv_heads % cores() == 0 else 1
-
-
-def _heads_apart(x: Num[Array, "b k s d"], parts: int) -> Num[Array, "rows heads s d"]:
-    """Makes each part of the KV heads a sequence (or page) of its own."""
-    return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
-
-
-def _repeated(x: Num[Array, "b *rest"], parts: int) -> Num[Array, "rows *rest"]:
-    """Repeats an operand of each sequence for the parts of its heads."""
-    return jnp.repeat(x, parts, axis=0)
 
 
 def mask_words(mask: Bool[Array, "b t m"]) -> Int[Array, "b t w"]:

@@ -33,18 +33,9 @@ class Scalars(NamedTuple):
 
 
 def scalars(
-    s: Shape,
-    table: Int[Array, "b pages"] | None,
-    lengths: Int[Array, " b"],
-    first: Int[Array, "b t"] | None,
-    rows: int,
+    s: Shape, table: Int[Array, "b pages"] | None, lengths: Int[Array, " b"], first: Int[Array, "b t"] | None, rows: int
 ) -> Scalars:
-    """Computes the scalars, clipped to the cache, since the kernel runs without bounds checks.
-
-    Args:
-        first: the lowest slot that each query sees.
-        rows: first dimension of the cache.
-    """
+    """Computes the scalars, clipped to the cache (of so many rows), since the kernel runs without bounds checks."""
     lengths = jnp.clip(lengths, 0, s.pages * s.page_size - s.tail).astype(jnp.int32)
     per_tile = jnp.repeat(lengths, s.tiles)
     lowest = highest = None
@@ -102,11 +93,9 @@ class Pages:
         return (self.scalars.before[tile] + block - low) & 1
 
     def prefetch(self, tile: Any, block: Any) -> None:
-        """Starts the copies of a block."""
         self._each_copy(tile, block, lambda copy: copy.start())
 
     def wait(self, tile: Any, block: Any) -> None:
-        """Waits until a prefetched block has arrived."""
         self._each_copy(tile, block, lambda copy: copy.wait())
 
     def at(self, tile: Any, number: Any) -> tuple[Any, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
@@ -9,27 +11,29 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from eagle3_jax.kernels.cache.xla import write
 
 
-def attend_xla(
-    queries: Float[Array, "b t n d"],
-    new_keys: Array,
-    new_values: Array,
-    keys: Array,
-    values: Array,
-    lengths: Int[Array, " b"],
-    tail_mask: Bool[Array, "b t m"] | None,
-    page_table: Int[Array, "b pages"] | None,
-    first: Int[Array, "b t"] | None,
-    sinks: Float[Array, " n"] | None,
-) -> tuple[Float[Array, "b t n d"], Array, Array]:
-    """See `tree_attention`. New entries [b, k, t, d] have the cache's dtype."""
-    end = lengths + (queries.shape[1] if tail_mask is None else tail_mask.shape[-1])
-    at = end - queries.shape[1]
-    keys, values = write(keys, new_keys, at, page_table), write(values, new_values, at, page_table)
-    if page_table is None:
-        return _attended(queries, keys, values, lengths, tail_mask, first, sinks), keys, values
+class Operands(NamedTuple):
+    """Arrays of one call, see `tree_attention`; new entries are [b, k, t, d], in the cache's dtype."""
 
-    seen_keys, seen_values = (_gathered(cache, page_table, end) for cache in (keys, values))
-    return _attended(queries, seen_keys, seen_values, lengths, tail_mask, first, sinks), keys, values
+    queries: Float[Array, "b t n d"]
+    new_keys: Array
+    new_values: Array
+    keys: Array
+    values: Array
+    lengths: Int[Array, " b"]
+    tail_mask: Bool[Array, "b t m"] | None
+    page_table: Int[Array, "b pages"] | None
+    first: Int[Array, "b t"] | None
+    sinks: Float[Array, " n"] | None
+
+
+def attend_xla(o: Operands) -> tuple[Float[Array, "b t n d"], Array, Array]:
+    """See `tree_attention`."""
+    end = o.lengths + (o.queries.shape[1] if o.tail_mask is None else o.tail_mask.shape[-1])
+    at, table = end - o.queries.shape[1], o.page_table
+    keys, values = write(o.keys, o.new_keys, at, table), write(o.values, o.new_values, at, table)
+    if table is None:
+        return _attended(o, keys, values), keys, values
+    return _attended(o, _gathered(keys, table, end), _gathered(values, table, end)), keys, values
 
 
 def _gathered(
@@ -43,19 +47,12 @@ def _gathered(
     return jnp.where(slots < written[:, None, None, None], row, jnp.zeros((), row.dtype))
 
 
-def _attended(
-    queries: Float[Array, "b t n d"],
-    keys: Array,
-    values: Array,
-    lengths: Int[Array, " b"],
-    tail_mask: Bool[Array, "b t m"] | None,
-    first: Int[Array, "b t"] | None,
-    sinks: Float[Array, " n"] | None,
-) -> Float[Array, "b t n d"]:
+def _attended(o: Operands, keys: Array, values: Array) -> Float[Array, "b t n d"]:
+    queries, tail_mask, first, sinks = o.queries, o.tail_mask, o.first, o.sinks
     b, t, n, d = queries.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
     keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
-    tail = jnp.arange(slots)[None, :] - lengths[:, None]  # [b, s], index into the tail
+    tail = jnp.arange(slots)[None, :] - o.lengths[:, None]  # [b, s], index into the tail
     if tail_mask is None:
         visible = tail[:, None, :] <= jnp.arange(t)[None, :, None]
     else:

@@ -12,11 +12,11 @@ from jax import P
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from eagle3_jax.kernels.contraction import KEPT
 from eagle3_jax.kernels.dispatch import over_mesh
-from eagle3_jax.kernels.remat import KEPT
 from eagle3_jax.kernels.tpu.registers import LANES, VMEM_LIMIT, check_fits
 from eagle3_jax.kernels.ttt_attention import tpu_kernel
-from eagle3_jax.kernels.ttt_attention.tpu_kernel import TTTShape
+from eagle3_jax.kernels.ttt_attention.tpu_kernel import Operands, TTTShape
 
 # Rows of a tile, over all query heads of a KV head; the second if the first does not fit into VMEM.
 _ROWS = (1024, 512)
@@ -27,25 +27,15 @@ _INPUTS = (_TOKENS, _TOKENS, _TOKENS, _LATER, _LATER, P("data"), P(), P())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_tpu(
-    interpret: Any,
-    queries: Array,
-    keys: Array,
-    values: Array,
-    later_keys: Array,
-    later_values: Array,
-    starts: Array,
-    begin: Array,
-    newest: Array,
-) -> Array:
+def attend_tpu(interpret: Any, *operands: Array) -> Array:
     """See `attend_xla`."""
-    return _forward(interpret, queries, keys, values, later_keys, later_values, starts, begin, newest)[0]
+    return _forward(interpret, *operands)[0]
 
 
 def _forward(interpret: Any, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
     def local(*inputs: Array) -> tuple[Array, Array]:
         s, operands = _operands(*inputs)
-        attended, normaliser = tpu_kernel.forward(s, *operands, interpret=interpret)
+        attended, normaliser = tpu_kernel.forward(s, operands, interpret=interpret)
         return _unfolded(attended, s, inputs[0].shape), normaliser
 
     attended, normaliser = over_mesh(local, inputs, _INPUTS, (_TOKENS, _NUMBERS), _sizes(*inputs[:2]))
@@ -61,7 +51,7 @@ def _backward(interpret: Any, saved: Any, cotangents: Array) -> tuple[Array | No
         delta = jnp.sum(attended.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1, keepdims=True)
         d_queries, *first, d_later_keys, d_later_values = tpu_kernel.backward(
             s,
-            *operands,
+            operands,
             cotangents=_folded(cotangents, s),
             normaliser=normaliser,
             delta=_folded(delta, s)[..., 0],
@@ -85,17 +75,9 @@ def _sizes(queries: Array, keys: Array) -> dict[str, int]:
     return {"data": queries.shape[0], "model": keys.shape[2]}
 
 
-def _operands(
-    queries: Array,
-    keys: Array,
-    values: Array,
-    later_keys: Array,
-    later_values: Array,
-    starts: Array,
-    begin: Array,
-    newest: Array,
-) -> tuple[TTTShape, tuple[Array, ...]]:
+def _operands(*given: Array) -> tuple[TTTShape, Operands]:
     """Returns the operands of both kernels in their layouts."""
+    queries, keys, values, later_keys, later_values, starts, begin, newest = given
     s = plan(queries.shape, (len(later_keys) + 1, *keys.shape), queries.dtype)
     missing = s.length - queries.shape[1]
     # Queries of the padding see only themselves.
@@ -110,7 +92,7 @@ def _operands(
         .reshape(s.batch, s.kv_heads, s.tiles, s.later * s.tile, s.head_dim)
         for x in (later_keys, later_values)
     ]
-    return s, (_folded(queries, s), *first, *later, starts, begin, newest)
+    return s, Operands(_folded(queries, s), *first, *later, starts, begin, newest)
 
 
 def _later_apart(x: Array, s: TTTShape) -> Array:
@@ -135,11 +117,7 @@ def _unfolded(x: Array, s: TTTShape, shape: tuple[int, ...]) -> Array:
 def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any) -> TTTShape:
     """Chooses the tiling: the fewest blocks of keys that fit, then the larger tile.
 
-    Args:
-        queries: shape [b, t, n, d]. keys: shape [s, b, row, k, d].
-
-    Raises:
-        ValueError: the call does not fit; with the numbers.
+    Shapes are [b, t, n, d] and [s, b, row, k, d]. Raises ValueError, with the numbers, if the call does not fit.
     """
     b, t, n, d = queries
     steps, _, row, kv_heads, _ = keys
@@ -152,18 +130,7 @@ def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any) -> TTTShap
         tile = LANES
         while tile * 2 * group <= rows and length % (tile * 2) == 0:
             tile *= 2
-        return TTTShape(
-            batch=b,
-            length=length,
-            row=row,
-            later=steps - 1,
-            group=group,
-            kv_heads=kv_heads,
-            head_dim=d,
-            tile=tile,
-            block=block,
-            chunk=chunk,
-        )
+        return TTTShape(b, length, row, steps - 1, group, kv_heads, d, tile, block, chunk)
 
     itemsize = jnp.dtype(dtype).itemsize
     chunks = row // chunk

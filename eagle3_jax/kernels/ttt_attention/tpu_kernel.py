@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,32 +75,41 @@ class TTTShape:
         return 2 * (keys + tiles) + self.rows * lanes * 4 + scores
 
 
-def forward(
-    shape: TTTShape,
-    queries: Float[Array, "b k tiles rows d"],
-    keys: Float[Array, "b k row d"],
-    values: Float[Array, "b k row d"],
-    later_keys: Float[Array, "b k tiles later d"],
-    later_values: Float[Array, "b k tiles later d"],
-    starts: Int[Array, "b t"],
-    begin: Int[Array, ""],
-    newest: Int[Array, ""],
-    *,
-    interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "b k tiles rows d"], Float[Array, "b k tiles rows"]]:
-    """Returns the attended values, and the base-2 logarithm of each row's normaliser (float32).
+class Operands(NamedTuple):
+    """What both kernels read.
 
-    Args:
+    Attributes:
         queries: a row for each (query head of the group, query of the tile).
         later_keys, later_values: an entry for each (step 1, 2, ..., query of the tile); entries after step `newest` are
             unused.
         starts: first index in its row of each query's document; ascending.
         begin: index in their rows of the first queries.
     """
+
+    queries: Float[Array, "b k tiles rows d"]
+    keys: Float[Array, "b k row d"]
+    values: Float[Array, "b k row d"]
+    later_keys: Float[Array, "b k tiles later d"]
+    later_values: Float[Array, "b k tiles later d"]
+    starts: Int[Array, "b t"]
+    begin: Int[Array, ""]
+    newest: Int[Array, ""]
+
+    def in_order(self, s: TTTShape) -> list[Array]:
+        """Lists what a call takes: first the scalars, whose last has the newest step and `begin`."""
+        scalars = self.starts[:, :: s.tile].reshape(-1), self.starts[:, s.tile - 1 :: s.tile].reshape(-1)
+        later = [self.later_keys, self.later_values] if s.later else []
+        return [*scalars, jnp.stack([self.newest, self.begin]), *self[:3], *later, self.starts[:, None]]
+
+
+def forward(
+    shape: TTTShape, of: Operands, *, interpret: bool | pltpu.InterpretParams = False
+) -> tuple[Float[Array, "b k tiles rows d"], Float[Array, "b k tiles rows"]]:
+    """Returns the attended values, and the base-2 logarithm of each row's normaliser (float32)."""
     s = shape
     at = _At(s, lambda q, j: (q, j))
     out_shape = [
-        jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        jax.ShapeDtypeStruct(of.queries.shape, of.queries.dtype),
         jax.ShapeDtypeStruct((s.batch, s.kv_heads, s.tiles, 1, s.rows), jnp.float32),
     ]
     attended, normaliser = _call(
@@ -116,27 +125,13 @@ def forward(
         ],
         name="ttt_attention",
         interpret=interpret,
-    )(
-        *_scalars(s, starts, begin, newest),
-        queries,
-        keys,
-        values,
-        *([later_keys, later_values] if s.later else []),
-        starts[:, None],
-    )
+    )(*of.in_order(s))
     return attended, normaliser[..., 0, :]
 
 
 def backward(
     shape: TTTShape,
-    queries: Float[Array, "b k tiles rows d"],
-    keys: Float[Array, "b k row d"],
-    values: Float[Array, "b k row d"],
-    later_keys: Float[Array, "b k tiles later d"],
-    later_values: Float[Array, "b k tiles later d"],
-    starts: Int[Array, "b t"],
-    begin: Int[Array, ""],
-    newest: Int[Array, ""],
+    of: Operands,
     *,
     cotangents: Float[Array, "b k tiles rows d"],
     normaliser: Float[Array, "b k tiles rows"],
@@ -145,45 +140,32 @@ def backward(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Returns the gradients of queries, keys, values (float32 for these two), later keys and later values.
 
-    Args:
-        normaliser: as `forward` returns it.
-        delta: the sum over d of attended values times their cotangents.
+    `normaliser` is `forward`'s; `delta` the sum over d of attended values times their cotangents.
     """
     s = shape
     at = _At(s, lambda j, q: (q, j))
     laters = [at.first_later, at.first_later] if s.later else []
-    like = [later_keys, later_values] if s.later else []
+    like = [of.later_keys, of.later_values] if s.later else []
     outputs = _call(
         functools.partial(_backward, s),
         grid=(s.batch, s.kv_heads, s.blocks, s.tiles),
         in_specs=[at.tile, at.keys, at.keys, *laters, at.starts, at.tile, at.row, at.row],
         out_specs=[at.partial, at.keys, at.keys, *laters],
         out_shape=[
-            jax.ShapeDtypeStruct((s.blocks, *queries.shape), queries.dtype),
-            jax.ShapeDtypeStruct(keys.shape, jnp.float32),
-            jax.ShapeDtypeStruct(values.shape, jnp.float32),
+            jax.ShapeDtypeStruct((s.blocks, *of.queries.shape), of.queries.dtype),
+            *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (of.keys, of.values)),
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like),
         ],
         scratch_shapes=[pltpu.VMEM((s.rows, s.head_dim), jnp.float32)],
         name="ttt_attention_backward",
         interpret=interpret,
-    )(
-        *_scalars(s, starts, begin, newest),
-        queries,
-        keys,
-        values,
-        *like,
-        starts[:, None],
-        cotangents,
-        normaliser[..., None, :],
-        delta[..., None, :],
-    )
+    )(*of.in_order(s), cotangents, normaliser[..., None, :], delta[..., None, :])
     d_queries, d_keys, d_values, *d_later = outputs
-    d_later = d_later or [jnp.zeros_like(later_keys), jnp.zeros_like(later_values)]
+    d_later = d_later or [jnp.zeros_like(of.later_keys), jnp.zeros_like(of.later_values)]
     if s.blocks == 1:
-        return d_queries[0], d_keys, d_values, d_later[0], d_later[1]
-    total = jnp.sum(d_queries, axis=0, dtype=jnp.float32).astype(queries.dtype)
-    return total, d_keys, d_values, d_later[0], d_later[1]
+        return d_queries[0], d_keys, d_values, *d_later
+    total = jnp.sum(d_queries, axis=0, dtype=jnp.float32).astype(of.queries.dtype)
+    return total, d_keys, d_values, *d_later
 
 
 class _At:
@@ -223,37 +205,13 @@ class _At:
         self.partial = spec((1, *tile), lambda b, k, q, j, *_: (j, b, k, q, 0, 0))
 
 
-def _scalars(s: TTTShape, starts: Array, begin: Array, newest: Array) -> tuple[Array, Array, Array]:
-    """Returns the scalars to prefetch: first and last document start of each tile, flat; newest step and `begin`."""
-    firsts, lasts = starts[:, :: s.tile].reshape(-1), starts[:, s.tile - 1 :: s.tile].reshape(-1)
-    return firsts, lasts, jnp.stack([newest, begin])
-
-
-def _call(
-    kernel: Any,
-    *,
-    grid: tuple[int, ...],
-    in_specs: list[Any],
-    out_specs: list[Any],
-    out_shape: list[Any],
-    scratch_shapes: list[Any],
-    name: str,
-    interpret: Any,
-) -> Any:
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=3,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        scratch_shapes=scratch_shapes,
-    )
+def _call(kernel: Any, *, out_shape: list[Any], name: str, interpret: Any, **of_grid: Any) -> Any:
+    semantics = ("parallel", "parallel", "arbitrary", "arbitrary")
     return pl.pallas_call(
         kernel,
-        grid_spec=grid_spec,
+        grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=3, **of_grid),
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT),
         interpret=interpret,
         name=name,
     )

@@ -14,22 +14,13 @@ from eagle3_jax.kernels.contraction import contract
 _QUERIES = 256
 
 
-def attend_xla(
-    queries: Array,
-    keys: Array,
-    values: Array,
-    later_keys: Array,
-    later_values: Array,
-    starts: Array,
-    begin: Array,
-    newest: Array,
-) -> Array:
-    """See `ttt_attention`: keys of step 0, and of later steps.
+def attend_xla(*operands: Array) -> Array:
+    """See `ttt_attention`.
 
-    Args:
-        starts: the first index in its row of each query's document.
-        begin: index in their rows of the first queries.
+    Operands: queries; keys and values of step 0, and of later steps; the first index in its row of each query's
+    document; the index in their rows of the first queries; the newest step.
     """
+    queries, keys, values, later_keys, later_values, starts, begin, newest = operands
     block = jax.checkpoint(_attend_block)  # recomputing scores is cheaper than keeping them
     length, row = queries.shape[1], keys.shape[1]
     index, own = jnp.arange(row)[None, None], (begin + jnp.arange(length))[None, :, None]

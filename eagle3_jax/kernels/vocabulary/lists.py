@@ -13,9 +13,7 @@ from jaxtyping import Array, Float, Int
 class Lists(NamedTuple):
     """The best k tokens of each of p consecutive parts of a vocabulary, best first, for m queries.
 
-    Attributes:
-        normalizers: logarithm of each part's sum of exponentials.
-        ranks: what orders the lists, relative to `normalizers`; None: the logits do.
+    `normalizers` are logarithms of the parts' sums of exponentials; `ranks` (None: the logits) order, relative to them.
     """
 
     logits: Float[Array, "p m k"]

@@ -102,19 +102,8 @@ def lists(
     return Lists(*(x[:, :m] for x in found))
 
 
-def _kernel(
-    vocabulary: int,
-    steps: int,
-    hidden: Any,
-    rows: Any,
-    best: Any,
-    tokens: Any,
-    normalizer: Any,
-    values: Any,
-    ids: Any,
-    sums: Any,
-    logits: Any,
-) -> None:
+def _kernel(vocabulary: int, steps: int, *refs: Any) -> None:
+    hidden, rows, best, tokens, normalizer, values, ids, sums, logits = refs
     k, tile, _ = values.shape
     block = rows.shape[0]
     part, step = pl.program_id(0), pl.program_id(2)

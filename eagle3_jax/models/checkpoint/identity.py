@@ -56,8 +56,7 @@ def check_same_target(
 ) -> None:
     """Refuses a folder whose manifest has the identity `found`, for a target with the identity `expected`.
 
-    Raises:
-        ManifestError: every field that differs, with both values; those in `but` may.
+    Raises ManifestError with every field that differs; those in `but` may.
     """
     found = found if isinstance(found, dict) else {}
     problems = [

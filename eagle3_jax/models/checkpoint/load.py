@@ -248,11 +248,7 @@ def _described(files: dict[str, disk.Path]) -> tuple[dict[str, Described], list[
 
 
 def spelt(table: dict[str, Entry], stored: Mapping[str, str]) -> dict[str, Entry]:
-    """Replaces a table's names of tensors by the checkpoint's, in the spelling that it has.
-
-    Args:
-        stored: a tensor's name in a text-only checkpoint -> its name in this one.
-    """
+    """Replaces a table's names of tensors, those of a text-only checkpoint, by this one's: their values in `stored`."""
     found = {}
     for path, entry in table.items():
         if entry.other is not None and entry.other.tensors.keys() <= stored.keys():

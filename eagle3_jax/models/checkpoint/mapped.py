@@ -136,11 +136,8 @@ def _made(file: pathlib.Path, load: Callable[..., Any]) -> dict[str, Any]:
 def _write(stream: Any, pieces: Iterator[Any], rows: int | None) -> list[Any] | None:
     """Writes a parameter behind the others; its pieces follow each other along the first axis of its arrays.
 
-    Args:
-        rows: of all pieces together, where these have several arrays.
-
-    Returns:
-        Its entry in the header: its kind, static fields, and arrays: dtype, shape, first byte. None without a piece.
+    `rows` are those of all pieces together, where these have several arrays. Returns its entry in the header: its kind,
+    static fields, and arrays (dtype, shape, first byte); None without a piece.
     """
     entry: list[Any] | None = None
     end = stream.tell()

@@ -25,11 +25,7 @@ _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 
 @dataclasses.dataclass(frozen=True)
 class Scales:
-    """How a checkpoint's quantised matrices are scaled.
-
-    Attributes:
-        suffix: of the tensor of scales. block: rows and columns that share one; None: a row, or the whole matrix.
-    """
+    """How tensors with a suffix scale matrices: each row, or the whole matrix, or blocks of rows and columns."""
 
     suffix: str
     block: int | None = None

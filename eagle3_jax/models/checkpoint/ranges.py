@@ -23,11 +23,7 @@ _LARGEST_HEADER = 100 << 20  # safetensors' own limit
 
 
 def open_tensors(path: disk.Path) -> tuple[dict[str, Described], Callable[[str], Any]]:
-    """Opens a file. Returns what it holds, and a function from a tensor's name to the tensor.
-
-    Raises:
-        SafetensorError: it is truncated, or another kind of file.
-    """
+    """Returns what a file holds, and a function from a tensor's name to the tensor. Raises SafetensorError."""
     if path.suffix == GGUF:
         return open_gguf(path)
     size = disk.size(path)

@@ -124,8 +124,7 @@ _finite = jax.jit(lambda x: jnp.isfinite(x).all())
 def _sources(found: Mapping[str, Any], config: ModelConfig) -> dict[str, _Source]:
     """Finds out whose names these are. Returns the source of each parameter, or of each tensor of the family's table.
 
-    Raises:
-        WeightsError: names that nobody has, or another engine's of a family that is not translated.
+    Raises WeightsError for names that nobody has, or another engine's of a family that is not translated.
     """
     if "embed" in found:
         leaves = jax.tree_util.tree_leaves_with_path(abstract_model(config, jnp.dtype(jnp.float32)))

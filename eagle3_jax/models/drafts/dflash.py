@@ -26,16 +26,7 @@ from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.cache import Cache, LayerPass, Pass
 from eagle3_jax.models.drafts.head import HeadConfig
 from eagle3_jax.models.drafts.one_pass import OnePassHead
-from eagle3_jax.models.layers import (
-    SwiGLU,
-    apply_rope,
-    at_row,
-    embeddings,
-    normal,
-    ones,
-    rms_norm,
-    scaled_rope_table,
-)
+from eagle3_jax.models.layers import SwiGLU, apply_rope, at_row, embeddings, normal, ones, rms_norm, scaled_rope_table
 from eagle3_jax.models.target import Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -259,12 +250,9 @@ class DFlash(OnePassHead):
         token_ids: Int[Array, " dv"],
         anchor: Int[Array, "*batch"],
     ) -> Int[Array, "*batch drafts"]:
-        """Drafts greedily, each token given the one before it. Returns draft ids.
+        """Drafts greedily, each token given the one before it, behind a block's first token. Returns draft ids.
 
-        Args:
-            rows: see `rows_of`.
-            token_ids: the target's id of each draft token.
-            anchor: the first token of each block.
+        `token_ids` is the target's id of each draft token; `rows`: see `rows_of`.
         """
         flat = states.reshape(-1, *states.shape[-2:]).swapaxes(0, 1)
 

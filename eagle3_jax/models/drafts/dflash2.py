@@ -59,7 +59,6 @@ class ConvolvedLayer(BlockLayer):
         self.mlp_conv = BlockConvolution(config, dtype=dtype, rngs=rngs)
 
     def around(self, name: str, sublayer: Callable[[Array], Array], normed: Float[Array, "b m h"], rows: int) -> Array:
-        """See `BlockLayer`."""
         return getattr(self, name)(sublayer, normed, rows)
 
 
@@ -80,7 +79,6 @@ class DFlash2(DFlash):
 
     @property
     def most_children(self) -> int:
-        """See `DFlash`."""
         return self.config.selector_top_k
 
     def candidate_scores(
@@ -102,7 +100,6 @@ class DFlash2(DFlash):
         return best.reshape(*logits.shape[:-1], -1), ids.reshape(*logits.shape[:-1], -1)
 
     def candidates(self, states: Float[Array, "b s h"], k: int) -> Any:
-        """See `DFlash`."""
         return (states, *vocabulary_top_k(states, self.output_rows, self.config.selector_top_k))
 
     def best(

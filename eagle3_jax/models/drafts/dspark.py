@@ -42,7 +42,6 @@ class DSpark(DFlash):
     def best(
         self, candidates: Any, row: int, before: Int[Array, "b m"], k: int
     ) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
-        """See `DFlash`."""
         states, logits = (jnp.broadcast_to(x[:, row, None], (*before.shape, x.shape[-1])) for x in candidates)
         return top_k_of_logits(self.adjusted(logits, states, before), k)
 

@@ -34,12 +34,7 @@ from eagle3_jax.models.target_config import final_boundary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle2Config(HeadConfig):
-    """Shape of the head, whose draft vocabulary FR-Spec cuts.
-
-    Attributes:
-        target_layers: number of the target's layers.
-        fc_bias: whether `fc` has a bias.
-    """
+    """Shape of the head, whose draft vocabulary FR-Spec cuts; `target_layers` is the number of the target's layers."""
 
     target_layers: int
     fc_bias: bool = False
@@ -73,7 +68,6 @@ class Eagle2Head(Head):
         this: Pass,
         attend: Callable[[Array, Array, Array], Array],
     ) -> Float[Array, "b r h"]:
-        """See `Head`."""
         c = self.config
         rope = scaled_rope_table(this.positions, c.head_dim, c.rope_theta, c.rope_scaling)
         x = linear(jnp.concatenate([embeds, features], axis=-1), self.fc[...])

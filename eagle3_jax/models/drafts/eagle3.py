@@ -19,16 +19,7 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.drafts.head import Head, HeadConfig
-from eagle3_jax.models.layers import (
-    Attention,
-    SwiGLU,
-    apply_rope,
-    at_row,
-    normal,
-    ones,
-    rms_norm,
-    scaled_rope_table,
-)
+from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, at_row, normal, ones, rms_norm, scaled_rope_table
 from eagle3_jax.models.target_config import ModelConfig, without_aux_layers
 
 
@@ -78,24 +69,16 @@ class DraftHeadConfig(HeadConfig):
             raise ValueError(f"draft.num_attention_heads: got {heads}, expected a multiple of {kv_heads} KV heads")
         if draft.vocab_size > target.vocab_size:
             raise ValueError(f"draft.vocab_size: got {draft.vocab_size}, expected at most {target.vocab_size}")
+        either = ("intermediate_size", "head_dim", "max_position_embeddings")
+        flags = ("rope_theta", "fc_norm", "norm_output", "norm_before_residual", "qk_norm", "sliding_window")
         return cls(
-            vocab_size=target.vocab_size,
+            **{name: getattr(target, name) for name in ("vocab_size", "hidden_size", "rms_norm_eps", "aux_layers")},
+            **{name: getattr(draft, name) or getattr(target, name) for name in either},
+            **{name: getattr(draft, name) for name in flags},
             draft_vocab_size=draft.vocab_size,
-            hidden_size=target.hidden_size,
             target_hidden_size=target.hidden_size,
-            intermediate_size=draft.intermediate_size or target.intermediate_size,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=draft.head_dim or target.head_dim,
-            rms_norm_eps=target.rms_norm_eps,
-            rope_theta=draft.rope_theta,
-            max_position_embeddings=draft.max_position_embeddings or target.max_position_embeddings,
-            aux_layers=target.aux_layers,
-            fc_norm=draft.fc_norm,
-            norm_output=draft.norm_output,
-            norm_before_residual=draft.norm_before_residual,
-            qk_norm=draft.qk_norm,
-            sliding_window=draft.sliding_window,
         )
 
 
@@ -125,7 +108,6 @@ class DraftHead(Head):
         self.lm_head = normal((c.draft_vocab_size, c.hidden_size), dtype, rngs)
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
-        """See `Head`."""
         if self.config.norm_before_fc:
             aux = rms_norm(aux, self.aux_norm[...], self.config.rms_norm_eps)
         if self.config.fc_norm:
@@ -135,13 +117,8 @@ class DraftHead(Head):
         return linear(aux, self.fc[...])
 
     def __call__(
-        self,
-        embeds: Float[Array, "b t h"],
-        features: Float[Array, "b t h"],
-        this: Pass,
-        attend: Callable[..., Array],
+        self, embeds: Float[Array, "b t h"], features: Float[Array, "b t h"], this: Pass, attend: Callable[..., Array]
     ) -> Float[Array, "b r h"]:
-        """See `Head`."""
         c = self.config
         rope = scaled_rope_table(this.positions, c.head_dim, c.rope_theta, c.rope_scaling)
         tokens = rms_norm(embeds, self.input_norm[...], c.rms_norm_eps)
@@ -159,5 +136,4 @@ class DraftHead(Head):
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """See `Head`."""
         return state if self.config.norm_output else self.final_norm(state)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.kernels.linear.api import linear
@@ -45,6 +45,18 @@ class AssistantShape(ShapeOfModel):
     centroid_intermediate_top_k: int = 32
 
 
+class _Levels(Recurrent):
+    """Each level is a pass over the frontier; before the first one there is a pass over the root."""
+
+    def __init__(self, head: Any, embed: Any, root: Int[Array, " b"], *given: Any) -> None:
+        super().__init__(head, embed, root, *given)
+        self.descend(root[:, None], jnp.zeros((len(root), 1), jnp.int32))
+
+    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
+        features = jnp.take_along_axis(self._states, parents[:, :, None], axis=1)
+        self._states, self.cache = self._head.run(self._embed, tokens, features, self._this, self.cache)
+
+
 class Gemma4Assistant(Head):
     """The assistant; `fc` [2H, h] and `project` [h, H] lead from the target's width to its own and back.
 
@@ -53,6 +65,7 @@ class Gemma4Assistant(Head):
     """
 
     reads_target: ClassVar[bool] = True
+    recurrent = _Levels
     config: AssistantShape
 
     def __init__(self, config: AssistantShape, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
@@ -82,22 +95,6 @@ class Gemma4Assistant(Head):
     ) -> tuple[Float[Array, "b r h"], Cache]:
         """See `Head`: the state is the feature, which the first pass of a round reads."""
         return at_row(features, this.row), cache
-
-    def levels(
-        self,
-        embed: Float[Array, "v e"] | Quantised,
-        tree: DraftTree,
-        root: Int[Array, " b"],
-        state: Float[Array, "b h"],
-        this: Pass,
-        cache: Cache,
-        *,
-        greedy: bool | Bool[Array, ""],
-    ) -> _Levels:
-        """See `Head`; `cache` is the target's."""
-        levels = _Levels(self, embed, state, this, cache)
-        levels.descend(root[:, None], jnp.zeros((len(root), 1), jnp.int32))
-        return levels
 
     def run(
         self,
@@ -137,7 +134,6 @@ class Gemma4Assistant(Head):
     def top_k(
         self, state: Float[Array, "*batch both"], k: int
     ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-        """See `Head`."""
         if not self.config.num_centroids:
             return super().top_k(state, k)
         logits, ids = self._of_clusters(state)
@@ -145,7 +141,6 @@ class Gemma4Assistant(Head):
         return gained, jnp.take_along_axis(ids, best, axis=-1)
 
     def logits(self, state: Float[Array, "*batch both"]) -> Float[Array, "*batch dv"]:
-        """See `Head`."""
         if not self.config.num_centroids:
             return super().logits(state)
         logits, ids = self._of_clusters(state)
@@ -166,15 +161,6 @@ class Gemma4Assistant(Head):
             preferred_element_type=jnp.float32,
         )
         return logits, ids
-
-
-class _Levels(Recurrent):
-    """Each level is a pass over the frontier; before the first one there is a pass over the root."""
-
-    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
-        """See `Recurrent`."""
-        features = jnp.take_along_axis(self._states, parents[:, :, None], axis=1)
-        self._states, self.cache = self._head.run(self._embed, tokens, features, self._this, self.cache)
 
 
 def table(shape: AssistantShape) -> dict[str, Entry]:

@@ -49,6 +49,7 @@ class Head(nnx.Module):
     gathered: ClassVar[tuple[str, ...]] = ("lm_head",)
     read_once: ClassVar[tuple[str, ...]] = ()
     model: Any = None
+    recurrent: ClassVar[type[Recurrent]] = Recurrent  # what `levels` returns
     reads_target: ClassVar[bool] = False
     config: Any
     fc: nnx.Param
@@ -59,11 +60,7 @@ class Head(nnx.Module):
         return aux
 
     def __call__(
-        self,
-        embeds: Float[Array, "b t h"],
-        features: Float[Array, "b t h"],
-        this: Pass,
-        attend: Callable[..., Array],
+        self, embeds: Float[Array, "b t h"], features: Float[Array, "b t h"], this: Pass, attend: Callable[..., Array]
     ) -> Float[Array, "b r h"]:
         """Runs one pass over pairs (token t+1, feature t).
 
@@ -86,14 +83,9 @@ class Head(nnx.Module):
         this: Pass,
         cache: Cache,
     ) -> tuple[Float[Array, "b r h"], Cache]:
-        """Reads pairs (token, feature) behind the committed ones, and appends them to the cache.
+        """Reads pairs (token, feature) behind the committed ones, and appends them to the cache; tokens are target ids.
 
-        Args:
-            embed: the target's embeddings.
-            tokens: target ids.
-
-        Returns:
-            The state, as `__call__` returns it, and the cache.
+        Returns the state, as `__call__` returns it, and the cache.
         """
         own = LayerPass(this.with_tail_positions(), cache.layers[0])
         return self(embeddings(embed, tokens), features, this, own), cache.with_layer(0, own.cache)
@@ -119,7 +111,7 @@ class Head(nnx.Module):
             cache: the head's, or the target's if it reads that; slots behind the committed pairs are scratch.
             greedy: whether the best children alone are asked for, never logits; an array is known on the device alone.
         """
-        return Recurrent(self, embed, state, this, cache)
+        return self.recurrent(self, embed, root, state, this, cache)
 
     def passes(self, tree: DraftTree) -> list[int]:
         """Lists the nodes of a sequence in each pass of a round; the last one reads the committed tokens."""
@@ -187,9 +179,7 @@ class Head(nnx.Module):
 class HeadConfig:
     """What all heads of layers of their own have in their shape; fields are named as in a head's config.json.
 
-    Attributes:
-        vocab_size: the target's vocabulary; draft_vocab_size: the head's own, or the part of it that is drafted.
-        hidden_size: the width of the head, whose embeddings are the target's.
+    `vocab_size` is the target's vocabulary, `draft_vocab_size` the head's own, or the part of it that is drafted.
     """
 
     vocab_size: int
@@ -207,11 +197,7 @@ class HeadConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeOfModel:
-    """`Head.config` of a draft shaped as a model: the target itself (MTP) or a smaller one.
-
-    Attributes:
-        aux_layers: boundaries that the draft reads of a target as wide as `model`.
-    """
+    """`Head.config` of a draft shaped as a model: as the target, whose `aux_layers` it reads (MTP), or smaller."""
 
     model: ModelConfig
     aux_layers: tuple[int, ...] = ()

@@ -16,16 +16,13 @@ from eagle3_jax.models.cache import Cache, Pass
 
 
 class Recurrent:
-    """Each level is a pass of a `head.Head` over the frontier.
-
-    Attributes:
-        cache: the head's, with what the levels so far wrote behind the committed entries.
-    """
+    """Each level is a pass of a `head.Head` over the frontier; `cache` has what the levels so far wrote."""
 
     def __init__(
         self,
         head: Any,
         embed: Float[Array, "v e"] | Quantised,
+        root: Int[Array, " b"],
         draft_state: Float[Array, "b h"],
         this: Pass,
         cache: Cache,
@@ -35,12 +32,7 @@ class Recurrent:
         self._seen: Bool[Array, "b m t"] | None = None
 
     def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
-        """Goes to the next level.
-
-        Args:
-            tokens: the frontier's target ids.
-            parents: their places in the frontier before.
-        """
+        """Goes to the next level: target ids of its nodes, and their parents' places in the frontier before."""
         (batch, k), before = tokens.shape, self._states
         own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
         if self._seen is None:
@@ -66,20 +58,11 @@ class Recurrent:
 class Rows:
     """Each level is a row of a `one_pass.OnePassHead`, which scores its tokens behind each node of the frontier.
 
-    Args:
-        states: the LM head's inputs, one for each level.
-        k: children of a node.
-        greedy: see `Head.levels`.
+    `states` are the LM head's inputs, one for each level; a node has `k` children. `greedy`: see `Head.levels`.
     """
 
     def __init__(
-        self,
-        head: Any,
-        states: Float[Array, "b drafts h"],
-        cache: Cache,
-        k: int,
-        *,
-        greedy: bool | Bool[Array, ""],
+        self, head: Any, states: Float[Array, "b drafts h"], cache: Cache, k: int, *, greedy: bool | Bool[Array, ""]
     ) -> None:
         self._head, self._states, self.cache, self._row = head, states, cache, 0
 

@@ -80,7 +80,6 @@ class MtpHead(Head):
         this: Pass,
         attend: Callable[[Array, Array, Array], Array],
     ) -> Float[Array, "b r h"]:
-        """See `Head`."""
         if self.zeroes_first:
             embeds = jnp.where(this.positions[..., None] == 0, 0, embeds)
         both = self.normed(embeds, self.token_norm), self.normed(features, self.hidden_norm)

@@ -27,15 +27,9 @@ class OnePassHead(Head):
         cache: Cache,
         drafts: int,
     ) -> tuple[Float[Array, "b drafts h"], Cache]:
-        """Runs the pass behind the committed pairs.
+        """Runs the pass behind the committed pairs for up to `self.drafts` tokens; the root is at position `lengths`.
 
-        Args:
-            embed: the target's embeddings. root: the token at position `lengths`.
-            state, this, cache: see `levels`.
-            drafts: at most `self.drafts`.
-
-        Returns:
-            The LM head's inputs: index i predicts the token at position lengths + 1 + i. And the cache.
+        Returns the LM head's inputs, of which index i predicts the token at position lengths + 1 + i; and the cache.
         """
         raise NotImplementedError
 
@@ -48,9 +42,7 @@ class OnePassHead(Head):
     ) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
         """Returns log-probabilities and draft ids of the k best tokens of a row, best first.
 
-        Args:
-            candidates: see there; made for k tokens at least.
-            before: the preceding token (a target id), of m branches.
+        `candidates` are made for k tokens at least; `before` is the preceding token (a target id), of m branches.
         """
         scores, ids = candidates
         shape = (*before.shape, k)
@@ -73,7 +65,6 @@ class OnePassHead(Head):
         *,
         greedy: bool | Bool[Array, ""],
     ) -> Rows:
-        """See `Head`."""
         states, cache = self.rows(embed, root, state, this, cache, tree.num_steps)
         return Rows(self, states, cache, tree.topk, greedy=greedy)
 

@@ -30,12 +30,7 @@ from eagle3_jax.models.target_config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One architecture: its config, its model and its table of weights.
-
-    Attributes:
-        table: config -> parameter path -> its checkpoint tensors.
-        unused: config -> prefixes of checkpoint tensors that are not read.
-    """
+    """An architecture: its config, model and table of weights, and the prefixes of tensors that are not read."""
 
     config: type[ModelConfig]
     model: type[TargetModel]
@@ -65,10 +60,7 @@ FAMILIES = (
 
 
 def read_shape(values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
-    """Reads the shape from a Hugging Face config.json; a vision-language model's is that of its text model.
-
-    Raises ValueError with every problem.
-    """
+    """Reads the shape from a config.json, or that of its text model. Raises ValueError with every problem."""
     values = text_values(values)
     known = {family.config.architecture: family for family in FAMILIES}
     family = known.get(architecture(values) or "")

@@ -84,11 +84,7 @@ class LocalConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Config(LocalConfig):
-    """Fields of `LocalConfig`.
-
-    Attributes:
-        query_pre_attn_scalar: scores are divided by its square root.
-    """
+    """Fields of `LocalConfig`; scores are divided by the square root of `query_pre_attn_scalar`."""
 
     architecture: ClassVar[str] = "Gemma3ForCausalLM"
     model_type: ClassVar[str] = "gemma3_text"
@@ -182,7 +178,6 @@ class Gemma3(OffsetNormed):
         return scaled_embeddings(self.embed[...], tokens)
 
     def rotary(self, positions: Int[Array, "b t"]) -> tuple[Any, Any]:
-        """See `ropes`."""
         return ropes(self.config, positions)
 
 

@@ -18,11 +18,7 @@ from eagle3_jax.models.families.dense import DenseConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Glm4MoeConfig(GroupedExpertsConfig, DenseConfig):
-    """Fields of both.
-
-    Attributes:
-        use_qk_norm: norm each head of queries and keys.
-    """
+    """Fields of both; `use_qk_norm`: each head of queries and keys is normed."""
 
     architecture: ClassVar[str] = "Glm4MoeForCausalLM"
     model_type: ClassVar[str] = "glm4_moe"

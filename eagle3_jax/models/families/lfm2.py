@@ -18,7 +18,7 @@ from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import LayerCache, LayerPass
 from eagle3_jax.models.checkpoint.table import Entry, grouped, kernel, plain, qkv, taps
 from eagle3_jax.models.experts import Experts
-from eagle3_jax.models.families import qwen3, qwen3_moe
+from eagle3_jax.models.families import llama, qwen3, qwen3_moe
 from eagle3_jax.models.layers import SwiGLU, normal, ones, rms_norm, zeros
 from eagle3_jax.models.recurrent import ConvolutionCache
 from eagle3_jax.models.target import Rope, TargetModel
@@ -29,11 +29,8 @@ CONVOLUTION, ATTENTION = "conv", "full_attention"
 
 @dataclasses.dataclass(frozen=True)
 class Lfm2Config(ModelConfig):
-    """Shape of an LFM2.
-
-    Attributes:
-        layer_types: "conv" or "full_attention" for each layer.
-        conv_L_cache: taps of a convolution, the token's own included.
+    """Shape of an LFM2: each of `layer_types` is "conv" or "full_attention"; a convolution has `conv_L_cache` taps, the
+    token's own included.
     """
 
     architecture: ClassVar[str] = "Lfm2ForCausalLM"
@@ -64,7 +61,6 @@ class Lfm2Config(ModelConfig):
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        """See `ModelConfig`."""
         layers = values.get("num_hidden_layers", 0)
         full = values.get("full_attn_idxs")
         types = values.get("layer_types") or [
@@ -86,11 +82,7 @@ class Lfm2Config(ModelConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lfm2MoeConfig(Lfm2Config):
-    """Shape of an LFM2 with experts; `intermediate_size` is that of the layers without.
-
-    Attributes:
-        num_dense_layers: the first layers, which have no experts.
-    """
+    """Shape of an LFM2 with experts in all but the first `num_dense_layers`, which have the `intermediate_size`."""
 
     architecture: ClassVar[str] = "Lfm2MoeForCausalLM"
     model_type: ClassVar[str] = "lfm2_moe"
@@ -110,7 +102,6 @@ class Lfm2MoeConfig(Lfm2Config):
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        """See `ModelConfig`."""
         needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
         problems += [f"{name}: missing" for name in needed if values.get(name) is None]
         found = {name: values.get(name) for name in needed} | {
@@ -122,10 +113,7 @@ class Lfm2MoeConfig(Lfm2Config):
 
 
 class SparseMLP(nnx.Module):
-    """Routed experts; `router` [hidden, experts], `router_bias` [experts].
-
-    The best by sigmoid scores plus the bias; their weights are the scores without it.
-    """
+    """Routed experts: the best by sigmoid scores plus `router_bias`; their weights are the scores without it."""
 
     def __init__(self, config: Lfm2MoeConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
@@ -202,12 +190,7 @@ def table(config: Lfm2Config) -> dict[str, Entry]:
     c = config
     h, f, groups = c.hidden_size, c.intermediate_size, c.num_attention_heads
     thirds = (h // groups,) * 3
-    entries = {
-        "embed": plain("model.embed_tokens.weight", c.vocab_size, h),
-        "norm": plain("model.embedding_norm.weight", h),
-    }
-    if not c.tie_word_embeddings:
-        entries["lm_head"] = plain("lm_head.weight", c.vocab_size, h)
+    entries = llama.ends(c) | {"norm": plain("model.embedding_norm.weight", h)}
     for i, kind in enumerate(c.layer_types):
         path, source = f"blocks/{i}", f"model.layers.{i}"
         entries |= {

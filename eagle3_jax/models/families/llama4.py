@@ -20,6 +20,7 @@ from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.checkpoint.table import Entry, functions_of, kernel, plain, swiglu
 from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import llama
+from eagle3_jax.models.families.gemma3 import float32_norm
 from eagle3_jax.models.layers import SwiGLU, apply_rope, halves, normal, rms_norm
 from eagle3_jax.models.target import Attend, Rope, TargetModel
 from eagle3_jax.models.target_config import ModelConfig
@@ -158,14 +159,9 @@ class Block(llama.Block):
         else:
             q = (q.astype(jnp.float32) * temperature).astype(q.dtype)
         if self.normed:
-            q, k = _unit(q, self.eps), _unit(k, self.eps)
+            q, k = float32_norm(q, None, self.eps), float32_norm(k, None, self.eps)
         x = x + self.attention.output(attend(q, k, v, chunk=self.chunk))
         return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
-
-
-def _unit(x: Float[Array, "b t n d"], eps: float) -> Float[Array, "b t n d"]:
-    x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 class Llama4(TargetModel):

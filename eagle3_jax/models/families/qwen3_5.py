@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import Tokens
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import LayerCache, LayerPass
 from eagle3_jax.models.checkpoint.table import Entry, grouped, kernel, plain, swiglu, taps
-from eagle3_jax.models.families import qwen3_moe
+from eagle3_jax.models.families import llama, qwen3_moe
 from eagle3_jax.models.families.gemma3 import OffsetNormed, offset_norm
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, normal, ones, rms_norm, zeros
 from eagle3_jax.models.recurrent import ConvolutionCache, DeltaCache
@@ -62,7 +62,6 @@ class Qwen35Config(PartialRotaryConfig):
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        """See `ModelConfig`."""
         layers, every = values.get("num_hidden_layers", 0), values.get("full_attention_interval", 4)
         types = values.get("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(layers)]
         if len(types) != layers or not set(types) <= {LINEAR, FULL} or FULL not in types:
@@ -77,18 +76,12 @@ class Qwen35Config(PartialRotaryConfig):
         return super().own(values, problems) | found | {"layer_types": tuple(types)}
 
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
         return super().to_hf() | {"layer_types": list(self.layer_types)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen35MoeConfig(Qwen35Config):
-    """Shape of a Qwen 3.5 with experts in all layers.
-
-    Attributes:
-        shared_expert_intermediate_size: width of the shared expert.
-        expert_layers: the layers with experts.
-    """
+    """Shape of a Qwen 3.5 with experts in all layers, beside a shared one of its own width."""
 
     architecture: ClassVar[str] = "Qwen3_5MoeForCausalLM"
     model_type: ClassVar[str] = "qwen3_5_moe_text"
@@ -103,7 +96,6 @@ class Qwen35MoeConfig(Qwen35Config):
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        """See `ModelConfig`."""
         shared = values.get("shared_expert_intermediate_size")
         if shared is None:
             problems.append("shared_expert_intermediate_size: missing")
@@ -111,7 +103,6 @@ class Qwen35MoeConfig(Qwen35Config):
         return super().own(values, problems) | experts | {"shared_expert_intermediate_size": shared}
 
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`."""
         values = super().to_hf()
         have = values.pop("expert_layers")
         return values | {"mlp_only_layers": [i for i in range(self.num_hidden_layers) if i not in have]}
@@ -242,9 +233,8 @@ def table(config: Qwen35Config) -> dict[str, Entry]:
     """Maps parameter paths to Hugging Face tensors."""
     c: Any = config
     h = c.hidden_size
-    entries = {"embed": plain("model.embed_tokens.weight", c.vocab_size, h), "offset": plain("model.norm.weight", h)}
-    if not c.tie_word_embeddings:
-        entries["lm_head"] = plain("lm_head.weight", c.vocab_size, h)
+    entries = llama.ends(c)
+    entries["offset"] = entries.pop("norm")
     for i, kind in enumerate(c.layer_types):
         path, source = f"blocks/{i}", f"model.layers.{i}"
         entries |= {

@@ -21,11 +21,7 @@ from eagle3_jax.models.target_config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(ModelConfig):
-    """Fields of `ModelConfig`, with `intermediate_size` of the layers without experts.
-
-    Attributes:
-        expert_layers: the layers with experts.
-    """
+    """Fields of `ModelConfig`; layers outside `expert_layers` have the `intermediate_size`."""
 
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     model_type: ClassVar[str] = "qwen3_moe"

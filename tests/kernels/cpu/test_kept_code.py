@@ -10,7 +10,7 @@ import pytest
 from llvmlite import ir
 
 from eagle3_jax.kernels.cpu import compiler
-from eagle3_jax.kernels.cpu.kept_code import KeptCode
+from eagle3_jax.kernels.cpu.compiler import KeptCode
 
 
 @pytest.fixture

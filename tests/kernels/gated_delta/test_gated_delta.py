@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from races import MODES, no_races
 
 from eagle3_jax.kernels.gated_delta import api, solve, tpu, walk
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import Tokens
 
 # Heads of keys and of values, d_k, d_v.
 SHAPES = ((1, 1, 4, 16), (2, 4, 8, 48), (3, 3, 5, 16))

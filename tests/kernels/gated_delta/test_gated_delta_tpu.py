@@ -10,7 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.kernels.gated_delta import api
-from eagle3_jax.kernels.gated_delta.tokens import Tokens
+from eagle3_jax.kernels.gated_delta.solve import Tokens
 
 pytest.importorskip("libtpu")
 

@@ -20,7 +20,7 @@ from eagle3_jax.kernels.linear.layouts import PanelForm, Quantised, QuantisedPan
 from eagle3_jax.kernels.linear.quantised import quantise
 from eagle3_jax.kernels.linear.quantised_cpu import ANY, AVX2, SDOT, VNNI, pack, product
 
-run, run_gated = jax.jit(product), jax.jit(quantised_cpu.gated_product)
+run = run_gated = jax.jit(product)
 # Values, rows that share a scale (None: all), scales that float16 holds or that are too small for it, offsets.
 KINDS = {
     "Q8_0": ("int8", 32, True, False),

@@ -1,6 +1,5 @@
 """Tree attention for CPUs against the form in XLA's operations, which test_tree_attention.py holds to a loop."""
 
-import functools
 import itertools
 
 import arm
@@ -47,7 +46,7 @@ def operands(rng, *, batch, nodes, kv_heads, group, d, page_size, lengths, extra
     )
 
 
-in_xla = jax.jit(functools.partial(tree_attention_xla.attend_xla, first=None, sinks=None))
+in_xla = jax.jit(lambda *operands: tree_attention_xla.attend_xla(tree_attention_xla.Operands(*operands, None, None)))
 
 
 @jax.jit
