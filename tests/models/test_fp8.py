@@ -30,17 +30,6 @@ def test_a_round_trip_stays_within_half_a_step(x, scale):
     assert (np.abs(got - parts) <= bound).all()
 
 
-def test_states_of_zeros_stay_zeros():
-    coded = fp8.Fp8.of(jnp.zeros((2, 6), jnp.bfloat16), 3)
-    np.testing.assert_array_equal(coded.scale, np.ones((2, 3)))
-    np.testing.assert_array_equal(coded.decode(), np.zeros((2, 6)))
-
-
-def test_an_outlier_in_one_state_costs_the_others_nothing():
-    x = jnp.asarray([[1.0, 0.5, 3000.0, 1.0]])
-    np.testing.assert_array_equal(fp8.Fp8.of(x, 2).decode()[0, :2], [1.0, 0.5])
-
-
 def test_fields_become_the_leaves_of_a_batch():
     coded = fp8.Fp8.of(jnp.asarray([[1.0, -2.0]]), 1)
     fields = {"aux": coded.values, "aux_scale": coded.scale, "argmax": jnp.zeros(1)}

@@ -27,7 +27,7 @@ def constant(value: float, width: int | None = None) -> Value:
     return ir.Constant(F32, value) if width is None else ir.Constant(vector(width), [value] * width)
 
 
-def _of_integers(name: str) -> Callable[[Code, Any, Any], Value]:
+def _of_integers(name: str) -> Any:
     return lambda code, a, b: getattr(code.b, name)(code.integer(a), code.integer(b))
 
 

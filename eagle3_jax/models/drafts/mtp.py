@@ -137,12 +137,9 @@ class Qwen35Mtp(MtpHead):
     qwen3_next_mtp.py) and SGLang 0.5.23.
     """
 
+    block_type = staticmethod(lambda target, layer, **given: qwen3_5.Block(_alone(target), 0, **given))
     counted_by = (*MtpHead.counted_by, "mtp_num_hidden_layers")
     names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-
-    @staticmethod
-    def block_type(target: Any, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> qwen3_5.Block:
-        return qwen3_5.Block(_alone(target), 0, dtype=dtype, rngs=rngs)
 
     def __init__(self, target: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         super().__init__(target, dtype=dtype, rngs=rngs)
