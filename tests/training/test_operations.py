@@ -49,12 +49,11 @@ def test_products_are_counted(function, times):
     assert products(jax.make_jaxpr(function)(A, B).jaxpr) == times * ONCE
 
 
-def test_a_loop_of_unknown_length_is_refused():
+def test_a_loop_of_unknown_length_is_left_out():
     jaxpr = jax.make_jaxpr(
         lambda a, b: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + a @ b, jnp.zeros((2, 5)))
     )
-    with pytest.raises(ValueError, match="a loop of unknown length"):
-        products(jaxpr(A, B).jaxpr)
+    assert products(jaxpr(A, B).jaxpr) == 0
 
 
 def test_utilisation_is_the_share_of_the_published_rate():
