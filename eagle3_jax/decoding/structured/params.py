@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json as json_text
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3_jax.config.checks import require
+from eagle3_jax.decoding.structured import schema
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,3 +52,15 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", tuple(self.choice))
         if self.json is not None and not isinstance(self.json, str):
             object.__setattr__(self, "json", json_text.dumps(self.json))
+        _ = self.pattern
+
+    @functools.cached_property
+    def pattern(self) -> str:
+        """The regular expression of the whole shape."""
+        if self.json is not None:
+            return schema.regex_of(str(self.json))
+        if self.json_object:
+            return schema.any_object()
+        if self.choice is not None:
+            return "|".join(map(schema.literal, self.choice))
+        return schema.unanchored(str(self.regex))[0]
