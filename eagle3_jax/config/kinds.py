@@ -22,7 +22,7 @@ KINDS = {
     "dflash": KindRow(f"{_BLOCKS}:DFLASH", f"{_TRAINING}.block:DFlashKind"),
     "dspark": KindRow(f"{_BLOCKS}:DSPARK", f"{_TRAINING}.block:DSparkKind"),
     "dflash2": KindRow(f"{_BLOCKS}:DFLASH2", f"{_TRAINING}.block:DFlash2Kind"),
-    "assistant": KindRow("eagle3_jax.formats.gemma4_assistant:ASSISTANT"),
+    "assistant": KindRow("eagle3_jax.formats.gemma4_assistant:ASSISTANT", f"{_TRAINING}.assistant:Assistant"),
     "eagle2": KindRow("eagle3_jax.formats.eagle2.heads:EAGLE2"),
     "model": KindRow("eagle3_jax.formats.draft_models:MODEL"),
 }

@@ -91,7 +91,8 @@ class DraftConfig:
 
     Attributes:
         kind: `eagle3`; `mtp`, the target's own layer for a further token (MiMo, DeepSeek-V3, GLM-4.5, Qwen 3.5), whose
-            sizes and vocabulary are the target's; or a head that drafts a block at once: `dflash`, `dspark`, `dflash2`.
+            sizes and vocabulary are the target's; `assistant`, Gemma 4's, as `train.warm_start` has it; or a head that
+            drafts a block at once: `dflash`, `dspark`, `dflash2`.
         vocab_size: size of the draft vocabulary, the most frequent tokens of the training conversations.
         intermediate_size: width of the MLP.
         num_attention_heads: heads of queries.

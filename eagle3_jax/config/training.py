@@ -17,7 +17,7 @@ class TrainConfig:
     Attributes:
         warm_start: exported head whose weights and draft vocabulary training begins with, as for a new domain; `mtp` is
             the layer in the target's checkpoint, for `draft.kind: mtp`. A training that was interrupted goes on without
-            it.
+            it, an `assistant`'s excepted, whose shape it has.
         features: `stored` reads the states that `extract` wrote; `online` has the target compute them before each step.
         ttt_steps: steps of the training-time test.
         step_decay: weighs step i by step_decay ** i.

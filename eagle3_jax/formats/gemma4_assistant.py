@@ -72,9 +72,22 @@ class _Assistant(DraftKind):
             raise DraftFormatError(f"{folder} does not hold a usable assistant:\n  " + "\n  ".join(problems))
         return StoredHead(self, shape, tensors | {_ROWS: tensors[_ROWS][ids]}, ids)
 
-    def load(self, folder: pathlib.Path | None, target: AnyTarget, dtype: Any, token_map: Path | None = None) -> Draft:
+    def load(
+        self,
+        folder: pathlib.Path | None,
+        target: AnyTarget,
+        dtype: Any,
+        token_map: Path | None = None,
+        *,
+        clusters: bool = True,
+    ) -> Draft:
+        """See `DraftKind`; without `clusters` the head drafts all tokens, in the vocabulary's order."""
         assert folder is not None
         stored = self.read(folder, target)
+        if not clusters:
+            order, config = np.argsort(stored.token_ids), dataclasses.replace(stored.config, num_centroids=0)
+            tensors = stored.tensors | {_ROWS: stored.tensors[_ROWS][order]}
+            stored = dataclasses.replace(stored, config=config, tensors=tensors, token_ids=stored.token_ids[order])
         entries = table(stored.config)
         rows = jnp.asarray(stored.tensors[next(iter(entries["lm_head"].tensors))])
         head = filled(self.network, stored.config, jnp.dtype(dtype), entries, stored.tensors, rows)

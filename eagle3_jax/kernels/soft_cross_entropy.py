@@ -51,8 +51,8 @@ class Comparison:
 def soft_cross_entropy(
     hidden: Float[Array, "k b t h"],
     rows: Float[Array, "v h"],
-    teacher_hidden: Float[Array, "b t h"],
-    teacher_rows: Float[Array, "v h"],
+    teacher_hidden: Float[Array, "b t wide"],
+    teacher_rows: Float[Array, "v wide"],
     labels: Int[Array, "b t"],
     weights: Float[Array, "k b t"],
     block: int,

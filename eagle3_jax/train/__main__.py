@@ -134,7 +134,7 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
     teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
     if run.features == "online" and teacher.embed.sharding == draw_teacher[0].sharding:
         teacher = dataclasses.replace(teacher, embed=draw_teacher[0])  # the target's own table, held once
-    teacher = dataclasses.replace(teacher, cap=model.config.logit_cap)
+    teacher = dataclasses.replace(teacher, blocks=kind.blocks(model), cap=model.config.logit_cap)
     optimizer = make_optimizer(run, total)
     if warm is None:
         state = init_state(functools.partial(kind.new, config.seed), teacher.rows, optimizer, mesh)

@@ -46,6 +46,7 @@ class Teacher:
     embed: Leaf  # float [V, H], the embedding table, one row per target token
     rows: Leaf  # float [draft vocabulary, H], rows of the target's LM head at the draft vocabulary, in draft order
     draft_ids: Leaf  # int32 [V], the draft token of each target token, -1 outside the draft vocabulary
+    blocks: Any = ()  # of the target's layers, those that the loss reads
     cap: float | None = dataclasses.field(default=None, metadata={"static": True})  # `ModelConfig.logit_cap`
 
     @classmethod

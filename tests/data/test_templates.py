@@ -217,7 +217,7 @@ def test_masks_are_on_what_the_assistant_says(family: str, name: str) -> None:
     only = PROMPT_ONLY.get((family, name), "")
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     for turn, (start, _) in zip(turns, edges, strict=True):
-        prompt = tokenizer.decode(chat_template.prompt_ids(tokenizer, messages[:turn], TOOLS.get(name)))
+        prompt = str(tokenizer.decode(chat_template.prompt_ids(tokenizer, messages[:turn], TOOLS.get(name))))
         assert ids[:start].tolist() == chat_template.tokenize(tokenizer, prompt.replace(only, ""))
 
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_families
-from test_kinds import RUN, batch_of, family, run_config
+from test_kinds import KINDS, RUN, batch_of, family, run_config
 
 from eagle3_jax.config import MeshConfig
-from eagle3_jax.config.kinds import trained
 from eagle3_jax.mesh import batch_sharding, make_mesh, parameter_path, shardings
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Teacher
 from eagle3_jax.training.fsdp import TRAINED_SHARDING_RULES
@@ -55,7 +54,7 @@ def computed():
 OFTEN = (("eagle3", (4, 2)), ("eagle3", (8, 1)))
 MESHES = [
     pytest.param(name, *mesh, marks=() if (name, mesh) in OFTEN else pytest.mark.long)
-    for name in trained()
+    for name in KINDS
     for mesh in ((4, 2), (8, 1), (2, 4), (1, 8))
 ]
 

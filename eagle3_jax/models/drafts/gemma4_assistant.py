@@ -111,8 +111,7 @@ class Gemma4Assistant(Head):
         """
         own, target, (b, m) = self.config.own, self.config.model, tokens.shape
         assert isinstance(target, Gemma4Config)
-        features = states[..., : self.config.hidden_size]
-        x = linear(jnp.concatenate([gemma3.scaled_embeddings(embed, tokens), features], axis=-1), self.fc[...])
+        x = self.entering(gemma3.scaled_embeddings(embed, tokens), states)
         at = jnp.broadcast_to(this.lengths[:, None], (b, m))
         ropes = gemma3.ropes(own, at)
         # A window ends at the last token that was read.
@@ -124,8 +123,17 @@ class Gemma4Assistant(Head):
             attend = LayerPass(seeing, cache.layers[place], (nothing, nothing))
             x = block(x, (ropes, None), attend)
             cache = cache.with_layer(place, attend.cache)
-        x = gemma3.float32_norm(x, self.norm[...], own.rms_norm_eps)
-        return jnp.concatenate([linear(x, self.project[...]), x], axis=-1), cache
+        return self.leaving(x), cache
+
+    def entering(self, embeds: Float[Array, "b m h"], states: Float[Array, "b m given"]) -> Float[Array, "b m own"]:
+        """Joins scaled embeddings and the parents' states, or the target's, to what enters the first layer."""
+        features = states[..., : self.config.hidden_size]
+        return linear(jnp.concatenate([embeds, features], axis=-1), self.fc[...])
+
+    def leaving(self, x: Float[Array, "b m own"]) -> Float[Array, "b m both"]:
+        """Makes states of what leaves the last layer."""
+        x = gemma3.float32_norm(x, self.norm[...], self.config.own.rms_norm_eps)
+        return jnp.concatenate([linear(x, self.project[...]), x], axis=-1)
 
     def output_hidden(self, state: Float[Array, "*batch both"]) -> Float[Array, "*batch own"]:
         """Returns the part of a state that is normed already."""

@@ -17,14 +17,14 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.vocabulary.api import capped
-from eagle3_jax.models.cache import BorrowedCache, KVCache, LayerCache, LayerPass
+from eagle3_jax.models.cache import BorrowedCache, KVCache, LayerCache
 from eagle3_jax.models.checkpoint.table import Entry, grouped, kernel, plain, stacked
 from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.families.gemma3 import LOCAL, GeGLU, LocalConfig, float32_norm, gelu, ropes, scaled_embeddings
 from eagle3_jax.models.layers import Attention, apply_rope, embeddings, normal, ones
 from eagle3_jax.models.rope import PROPORTIONAL, Scalings
-from eagle3_jax.models.target import Rope, TargetModel
+from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 
 _ROPE = {
@@ -207,11 +207,10 @@ class Block(nnx.Module):
         self.per_layer = PerLayer(c, dtype=dtype, rngs=rngs) if c.hidden_size_per_layer_input else None
         self.scalar = ones(1, dtype)
 
-    def __call__(self, x: Float[Array, "b t h"], given: tuple[Any, Any], attend: LayerPass) -> Float[Array, "b t h"]:
+    def __call__(self, x: Float[Array, "b t h"], given: tuple[Any, Any], attend: Any) -> Float[Array, "b t h"]:
         """Maps the residual stream, given RoPE tables of both kinds of layers and the layer's own embeddings."""
         ropes, own = given
-        attended = self._attended(self._norm(x, self.input_layernorm), ropes[self.local], attend)
-        x = x + self._norm(attended, self.post_attention_layernorm)
+        x = x + self._norm(self.attended(x, ropes, attend), self.post_attention_layernorm)
         fed = self.mlp(self._norm(x, self.pre_feedforward_layernorm))
         if self.mixture is not None:
             mixed = self.mixture(x, self._norm(x, self.pre_feedforward_layernorm_2))
@@ -222,14 +221,15 @@ class Block(nnx.Module):
             x = x + self.per_layer(x, own)
         return x * self.scalar[...][None, None]
 
-    def _attended(self, x: Float[Array, "b t h"], rope: Rope, attend: LayerPass) -> Float[Array, "b t h"]:
+    def attended(self, x: Float[Array, "b t h"], ropes: tuple[Any, Any], attend: Any) -> Float[Array, "b t h"]:
+        """Computes attention's output, from the residual stream. Shared keys and values are `attend.entries`."""
+        x, rope = self._norm(x, self.input_layernorm), ropes[self.local]
         heads = self.attention.fused(x).reshape(*x.shape[:2], self.kv_heads, -1, self.attention.head_dim)
         q, own = heads[:, :, :, : self.group], heads[:, :, :, self.group :]
         q = apply_rope(self._norm(q.reshape(*x.shape[:2], -1, q.shape[-1]), self.q_norm), rope)
         q = (q.astype(jnp.float32) * q.shape[-1] ** 0.5).astype(q.dtype)  # attention divides by it; here it does not
         if self.k_norm is None:
-            assert attend.entries is not None, "the layer whose cache it reads came before"
-            k, v = attend.entries
+            k, v = attend.entries  # of the layer whose cache it reads, which came before
         else:  # the last projection has values: where there is one alone, it has keys too
             k, v = self._norm(own[:, :, :, 0], self.k_norm), float32_norm(own[:, :, :, -1], None, self.eps)
             k = apply_rope(k, rope)

@@ -20,6 +20,7 @@ from eagle3_jax.formats import kinds
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.shapes import shapes_of
+from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.target_config import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.losses import Divisors, Loss, Sums
@@ -62,6 +63,10 @@ class TrainingKind(abc.ABC):
     def aux_layers(self) -> tuple[int, ...]:
         """Boundaries of the target that the head reads beside the last hidden state."""
         return self.shape.aux_layers
+
+    def blocks(self, model: TargetModel) -> Any:
+        """Returns the target's blocks that the loss reads as `Teacher.blocks`."""
+        return ()
 
     @property
     def num_drafts(self) -> int:
