@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 import tiny_families
@@ -21,13 +22,13 @@ TEXTS = [("Why is the sky blue?", "It scatters light, blue most."), ("Count.", "
 FORMS = {"DeepseekV3ForCausalLM": "vllm"}
 
 
-def prepared(folder: pathlib.Path, target_identity: dict, form: str) -> RunConfig:
-    """A config whose conversations exist, as `regenerate` leaves them."""
+def prepared(folder: pathlib.Path, target_identity: dict, form: str, **draft: Any) -> RunConfig:
+    """A config whose conversations exist, as `regenerate` leaves them; `draft` adds to its section."""
     config = run_file.from_dict(
         {
             "run_dir": str(folder / "run"),
             "target": {"name": str(folder / "target"), "aux_layers": list(tiny_families.AUX_LAYERS)},
-            "draft": {"vocab_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+            "draft": {"vocab_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8} | draft,
             "mesh": {"data": 1},
             "extract": {"max_length": 96, "batch_tokens": 384},
             "train": {
@@ -59,11 +60,21 @@ def prepared(folder: pathlib.Path, target_identity: dict, form: str) -> RunConfi
     return config
 
 
+BLOCK = {"kind": "dflash", "num_layers": 2, "block_size": 4, "mask_token_id": 1}
+RUNS = [pytest.param(family, {}, id=family.config.model_type) for family in FAMILIES]
+RUNS += [
+    pytest.param(family, BLOCK, id=f"{family.config.model_type}-dflash")
+    for family in FAMILIES
+    if family.config.architecture in ("Gemma4ForCausalLM", "Glm4MoeForCausalLM")
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
-def test_a_head_is_trained_exported_and_measured(family: Family, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("family", "draft"), RUNS)
+def test_a_head_is_trained_exported_and_measured(family: Family, draft: dict, tmp_path: pathlib.Path) -> None:
     target = tiny_families.write(tmp_path / "target", family, max_position_embeddings=128)
-    config = prepared(tmp_path, target.identity, FORMS.get(family.config.architecture, "sglang"))
+    form = "vllm" if draft else FORMS.get(family.config.architecture, "sglang")
+    config = prepared(tmp_path, target.identity, form, **draft)
     extract.extract(config, target)
     results = train.train(config, target)
     metrics = (config.folder("train") / "metrics.jsonl").read_text().splitlines()
@@ -73,7 +84,7 @@ def test_a_head_is_trained_exported_and_measured(family: Family, tmp_path: pathl
     assert results["held_out"]["rounds"] > 0
     export.run(config, target)
     written = load_draft(config.folder("export"), target=target)
-    for form in {"vllm", "speculators", "eagle3_jax"} - {config.export.format}:
+    for form in set() if draft else {"vllm", "speculators", "eagle3_jax"} - {config.export.format}:
         export.convert(config.folder("export"), form, tmp_path / form)
         tiny_heads.assert_same(load_draft(tmp_path / form, target=target), written)
     prompts = tmp_path / "prompts.jsonl"
