@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 from eagle3_jax import DraftTree, Engine, SamplingParams
 from eagle3_jax.config import FewBits
-from eagle3_jax.export import check, llama_cpp_process, vllm_process
+from eagle3_jax.export import check
 from eagle3_jax.formats import files, kinds
 from eagle3_jax.models.checkpoint.fetch import fetch
 
@@ -67,7 +67,7 @@ def ours(arguments: argparse.Namespace, drafts: str, request: dict[str, Any]) ->
 
 
 def in_vllm(arguments: argparse.Namespace, drafts: str, request: dict[str, Any]) -> dict[str, Any]:
-    return check.ask(vllm_process, arguments.vllm, request | {"method": "eagle3", "refused_on_cpu": []})
+    return check.ask("vllm", arguments.vllm, request | {"method": "eagle3", "refused_on_cpu": []})
 
 
 def in_llama_cpp(arguments: argparse.Namespace, drafts: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def in_llama_cpp(arguments: argparse.Namespace, drafts: str, request: dict[str, 
     gguf = None if drafts == NONE else files.gguf_file(head)
     request |= {"target": arguments.gguf, "draft": gguf and str(gguf), "method": gguf and kinds.of_folder(head).method}
     return check.ask(
-        llama_cpp_process, arguments.llama_cpp, request | {"exact": False, "threads": len(os.sched_getaffinity(0))}
+        "llama.cpp", arguments.llama_cpp, request | {"exact": False, "threads": len(os.sched_getaffinity(0))}
     )
 
 

@@ -41,13 +41,9 @@ from eagle3_jax.runs import command, command_line, disk, manifest, processes
 def run(config: RunConfig, target: Target | None = None) -> None:
     """Exports the head of `config`'s run into its export folder.
 
-    Args:
-        target: a loaded target; None loads `config.target` without its parameters.
-
-    Raises:
-        ManifestError: no checkpoints, checkpoints for another target, or another export in the folder.
-        CheckpointError: no checkpoint, or a head whose shape is not the config's.
-        DraftFormatError: the form cannot represent the head, or the files read back differ.
+    Raises ManifestError: no checkpoints, checkpoints for another target, or another export in the folder.
+    CheckpointError: no checkpoint, or a head whose shape is not the config's. DraftFormatError: the form cannot
+    represent the head, or the files read back differ.
     """
     from eagle3_jax.training.checkpoint import load_head  # needs the extra `train`, which the other uses do not
     from eagle3_jax.training.kinds.kind import kind_of
@@ -95,14 +91,9 @@ def convert(
 ) -> None:
     """Converts the head in `source`; what it leaves to the target stays there: default aux layers, LM head, embeddings.
 
-    Args:
-        dtype: as `export.dtype`; None leaves the head's.
-        target: names the target where the form asks for it (speculators, llama.cpp); None is that of the training.
-
-    Raises:
-        DraftFormatError: the head is not usable, or the form cannot represent it.
-        FileExistsError: `folder` exists.
-        ManifestError: `source` is a damaged export.
+    `dtype` as `export.dtype`, None leaves the head's. `target` names the target where the form asks for it
+    (speculators, llama.cpp), None is that of the training. Raises DraftFormatError: the head is not usable, or the form
+    cannot represent it. FileExistsError: `folder` exists. ManifestError: `source` is a damaged export.
     """
     source, folder = disk.local(disk.path_of(source)), disk.path_of(folder)
     if folder.exists():
@@ -121,7 +112,6 @@ def convert(
 
 
 def _write(head: StoredHead, form: str, folder: disk.Path, identity: dict[str, Any] | None) -> None:
-    """Writes the head and the manifest; the folder appears at once."""
     parameters = sum(tensor.size for tensor in head.tensors.values())
     with disk.atomic(folder) as partial:
         head.kind.write(partial, head, form)
@@ -130,31 +120,23 @@ def _write(head: StoredHead, form: str, folder: disk.Path, identity: dict[str, A
             manifest.begin(partial, identity)
             manifest.finish(partial, files=written, parameters=parameters)
     size = sum(disk.size(path) for path in folder.iterdir()) / 2**20
-    print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
-    if engines := head.kind.served_by(head, form):
-        print(f"{folder}: {engines}", file=sys.stderr)
+    notes = [
+        f"{parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit",
+        head.kind.served_by(head, form),
+    ]
     if warning := head.kind.warning(head, form):
-        print(f"{folder}: warning: {warning}", file=sys.stderr)
+        notes.append(f"warning: {warning}")
     name = (head.verifier or {}).get("name_or_path")
     if form == SPECULATORS.name and name and packaged_model(name):
-        print(
-            f"{folder}: warning: it names its target {name!r}, which vLLM cannot find: `vllm serve` needs the target's "
-            "folder (`--write-target DIR` writes it) and the head in --speculative-config, as tools/serve_vllm.sh "
-            "prints it",
-            file=sys.stderr,
-        )
+        needs = "the target's folder (`--write-target DIR` writes it) and the head in --speculative-config"
+        unknown = f"it names its target {name!r}, which vLLM cannot find: `vllm serve` needs"
+        notes.append(f"warning: {unknown} {needs}, as tools/serve_vllm.sh prints it")
+    for note in filter(None, notes):
+        print(f"{folder}: {note}", file=sys.stderr)
 
 
 def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int], Int32[np.ndarray, " dv"]]:
-    """Chooses the checkpoint with the largest acceptance length in the engine, else the newest.
-
-    Returns:
-        The manifest of the training, which may have been stopped early; the step, the checksums of the head, and its
-        draft vocabulary.
-
-    Raises:
-        ManifestError, CheckpointError: no training, or no checkpoint.
-    """
+    """Chooses the largest acceptance length in the engine, else the newest: manifest, step, checksums, vocabulary."""
     from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints  # needs the extra `train`
 
     path, expected = folder / manifest.NAME, "expected the output of `python -m eagle3_jax.train`"

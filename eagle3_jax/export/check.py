@@ -1,12 +1,10 @@
 """`python -m eagle3_jax.export --check`: compares the drafts that an engine accepts with those that it should accept.
 
-A clean load proves nothing: most wrong exports load, and draft nonsense. Rounds and accepted drafts by position show
-it; in float32 they are a function of the files alone. This package's engine predicts them from the written files, with
-chains. Another engine, and an earlier report, must have counted the same on the same prompts. All answers must equal
-greedy decoding without a head. In bfloat16 rounding moves single counts: differences are reported, and are no error.
-
-Near the end of an answer, vLLM and SGLang draft as before; llama.cpp drafts what `max_tokens` leaves room for beside
-the target's own token. Beside llama.cpp this package's rounds are counted so too (`within_limit`).
+Most wrong exports load, and draft nonsense. Rounds and accepted drafts by position, in float32 a function of the files
+alone, show it. This package's engine predicts them from the written files, with chains; another engine, and an earlier
+report, must have counted the same on the same prompts. All answers must equal greedy decoding without a head. In
+bfloat16 differences are no error. Near the end of an answer, llama.cpp drafts what `max_tokens` leaves room for beside
+the target's own token; beside it this package's rounds are counted so too (`within_limit`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import os
 import pathlib
 import subprocess
 import tempfile
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +26,7 @@ from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure.compare import timed
-from eagle3_jax.export import llama_cpp_process, vllm_process
+from eagle3_jax.export import engine_process
 from eagle3_jax.export.write_target import write_gguf
 from eagle3_jax.formats import draft_models, files, kinds
 from eagle3_jax.formats.blocks.compatibility import CPU, ENGINES
@@ -53,20 +50,15 @@ class CheckError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Token ids and seconds of one engine's answers, without the head (`plain`) and with it, and its counters with it.
-
-    Attributes:
-        plain: this package's, for a server that always drafts; `plain_seconds` is None then.
-        repaired: what the check set right in the engine; None if nothing.
-        drafts: for each answer the drafts verified, and those accepted; None where the engine counts all answers alone.
-    """
+    """Token ids and seconds of one engine's answers, without the head (`plain`) and with it, and its counters then."""
 
     plain: list[list[int]]
     answers: list[list[int]]
     counts: AcceptanceCounts
     seconds: float
-    plain_seconds: float | None
-    repaired: str | None = None
+    plain_seconds: float | None  # None: a server that always drafts, and `plain` is this package's
+    repaired: str | None = None  # what the check set right in the engine
+    # For each answer the drafts verified, and those accepted; None where the engine counts all answers alone.
     drafts: list[list[int]] | None = None
 
     def column(self) -> dict[str, Any]:
@@ -94,7 +86,8 @@ def run(
     """Checks the head that `evaluate.draft` names, or the run's export, and writes `<run_dir>/check/<engine>.json`.
 
     Decodes greedily with a chain of `evaluate.tree.num_steps`, or a block head's whole block: `evaluate.limit` prompts,
-    `evaluate.max_tokens` each. The end-of-sequence token is ignored, since engines count differently after it.
+    `evaluate.max_tokens` each. The end-of-sequence token is ignored, since engines count differently after it. Returns
+    the report: what was asked, a column for each engine, and their differences.
 
     Args:
         engine: "numbers" predicts alone; "vllm" and "llama.cpp" run these too, "sglang" asks a running SGLang server.
@@ -102,14 +95,8 @@ def run(
         expect: an earlier report of the same prompts, lengths, dtype and target, whose prediction must be equal;
             `<engine>-compared.json` is written.
 
-    Returns:
-        The report: what was asked, a column for each engine, and their differences.
-
-    Raises:
-        CheckError: counters or answers differ in float32 (the report is written all the same), or an engine fails.
-        ValueError: no usable prompts; several requests at once in vLLM; a token map for another engine; a head, or
-            target, that llama.cpp does not run; an expected report with other settings.
-        ServerError: see `sglang_server`. DraftFormatError, ManifestError: see `load_draft`.
+    Raises CheckError: counters or answers differ in float32 (the report is written all the same), or an engine fails.
+    ValueError: no usable prompts, or settings, a head, a target or an expected report that do not fit the engine.
     """
     token_map = config.evaluate.token_map
     if engine != "numbers" and token_map is not None:  # for EAGLE-2 heads; the engines are asked for others
@@ -165,7 +152,6 @@ def run(
 def _request(
     config: RunConfig, prompts_path: str | pathlib.Path, target: Target, draft: pathlib.Path
 ) -> dict[str, Any]:
-    """Builds the request for every engine, in the form of `vllm_process`. Raises ValueError: no usable prompts."""
     settings = config.evaluate
     kind = kinds.of_folder(draft)
     block = kind.block(draft)
@@ -194,7 +180,6 @@ def _request(
 
 
 def _gguf(draft: pathlib.Path, dtype: str) -> dict[str, Any]:
-    """Returns what a request to llama.cpp has of its own. Raises ValueError: not a GGUF head, or not in float32."""
     if (file := files.gguf_file(draft)) is None:
         convert = f"`python -m eagle3_jax.export --from {draft} --to {LLAMA_CPP} DIR --dtype {EXACT}` writes it"
         raise ValueError(f"evaluate.draft: got {draft}, expected a head in the form {LLAMA_CPP}; {convert}")
@@ -212,7 +197,6 @@ def _ends(target: Target) -> list[int]:
 
 
 def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """Reads the prediction of an earlier report. Raises ValueError: not a report, or one with other settings."""
     report = disk.read_json(path)
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
@@ -258,11 +242,9 @@ def predict(
 
 
 def limited(depths: Sequence[int], steps: int) -> tuple[int, AcceptanceCounts]:
-    """Counts an answer's drafts, and its rounds, if no round drafts more than the answer has room for.
+    """Counts an answer's drafts, and its rounds of `steps` drafts, if none drafts more than the answer has room for.
 
-    Args:
-        depths: of each token of an answer that its limit ended, see `Piece`; prefill gave the first one.
-        steps: drafts of any other round. One without room takes the target's token alone, and is no round.
+    `depths`: of each token, see `Piece`. One without room takes the target's token alone, and is no round.
     """
     drafted, found, place = 0, AcceptanceCounts(0, [0] * steps), 1
     while place < len(depths):
@@ -275,22 +257,16 @@ def limited(depths: Sequence[int], steps: int) -> tuple[int, AcceptanceCounts]:
 
 
 def _asked(engine: str, where: str, request: dict[str, Any], expected: list[list[int]], target: Target) -> Counted:
-    """Asks vLLM or llama.cpp, with the head and without, or an SGLang server, which always drafts.
-
-    Its plain answers are `expected`.
-
-    Raises:
-        CheckError, ServerError: the engine fails. ValueError: see `write_gguf`.
-    """
+    """Asks vLLM or llama.cpp, with the head and without, or SGLang, whose plain answers are the `expected` ones."""
     plain: dict[str, Any] = {"answers": expected, "seconds": [None]}
     if engine == "vllm":
-        plain, fast = (ask(vllm_process, where, request | {"draft": x}) for x in (None, request["draft"]))
+        plain, fast = (ask(engine, where, request | {"draft": x}) for x in (None, request["draft"]))
     elif engine == LLAMA_CPP:
         with tempfile.TemporaryDirectory() as folder:
             request = request | {"target": f"{folder}/target.gguf"}
             write_gguf(target, pathlib.Path(request["target"]))
             drafts = (None, request["draft_file"])
-            plain, fast = (ask(llama_cpp_process, where, request | {"draft": x}) for x in drafts)
+            plain, fast = (ask(engine, where, request | {"draft": x}) for x in drafts)
     else:
         from eagle3_jax.export import sglang_server  # needs the extra `report`
 
@@ -299,22 +275,16 @@ def _asked(engine: str, where: str, request: dict[str, Any], expected: list[list
     return Counted(plain["answers"], fast["answers"], counts, *times, fast.get("repaired"), fast.get("drafts"))
 
 
-def ask(process: types.ModuleType, python: str | pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Runs `vllm_process` or `llama_cpp_process` and returns its answer to a request. Raises CheckError if it fails."""
-    ended = subprocess.run(
-        [str(python), str(process.__file__)],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def ask(engine: str, python: str | pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Runs `engine_process` and returns its answer to a request. Raises CheckError if it fails."""
+    words, text = [str(python), str(engine_process.__file__), engine], json.dumps(request)
+    ended = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise CheckError(f"{python} {process.__file__}: exit status {ended.returncode}: {ended.stderr[-2000:]}")
+        raise CheckError(f"{' '.join(words)}: exit status {ended.returncode}: {ended.stderr[-2000:]}")
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 def _problems(columns: dict[str, Counted]) -> list[str]:
-    """Lists differences from the prediction, and from greedy decoding without the head."""
     expected, problems = columns["numbers"], []
     for name, counted in columns.items():
         problems += _apart(name, counted.counts, expected.counts)

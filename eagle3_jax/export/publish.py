@@ -1,8 +1,6 @@
 """Uploads an exported head with a model card to the Hugging Face hub: `python -m eagle3_jax.export --push-to-hub`.
 
-The card holds the kind of head and the engines that serve it, the target and its digests, data and settings. Acceptance
-and speed by category follow, and the licence. All of it comes from the run's manifests, the head's files and
-`report.json`.
+All of the card comes from the run's manifests, the head's files and `report.json`.
 """
 
 from __future__ import annotations
@@ -30,13 +28,9 @@ _TRAINING = ("epochs", "learning_rate", "batch_size", "row_length")
 def push(config: RunConfig, repository: str, *, upload: bool) -> str:
     """Uploads the run's export with its card to `repository` ("user/name"), as one commit; creates it if need be.
 
-    Without `upload` nothing is uploaded and no request is made. Returns a list of the files, and the card.
-
-    Raises:
-        ManifestError: no finished training or export, a damaged one, or an unfinished stage that the card describes.
-        FileNotFoundError: no report.
-        ValueError: no licence in the config; or an evaluation in the report measured another head, or none a head.
-        OSError: the hub refuses, or does not answer.
+    Without `upload` no request is made. Returns a list of the files, and the card. Raises ManifestError: no finished
+    training or export, or an unfinished stage that the card describes. FileNotFoundError: no report. ValueError: no
+    licence in the config, or a report of another head. OSError: the hub refuses, or does not answer.
     """
     exported, trained = (manifest.read(config.folder(verb), verb) for verb in ("export", "train"))
     folder = disk.local(config.folder("export"))
@@ -78,11 +72,6 @@ def _card(
     folder: pathlib.Path,
     repository: str,
 ) -> str:
-    """Renders the model card: `card.md` with the run's values, the hub's YAML in front.
-
-    Raises:
-        ManifestError: the report lacks the results of a stage that the card describes.
-    """
     name, identity = report["target"]["name"], exported["identity"]
     hub = split_revision(name)[0]
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", hub) and not pathlib.Path(name).exists()
@@ -140,8 +129,7 @@ def _commands(kind: DraftKind, block: int | None, steps: int, target: str, repos
     return commands
 
 
-def _of_heads(report: dict[str, Any]) -> dict[str, Any]:
-    """Selects the evaluations that drafted with a head's files, unlike "lookup"."""
+def _of_heads(report: dict[str, Any]) -> dict[str, Any]:  # not of "lookup"
     return {name: way for name, way in report["drafts"].items() if way["draft"]["files"]}
 
 

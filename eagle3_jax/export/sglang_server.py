@@ -22,13 +22,10 @@ class ServerError(ValueError):
 
 
 def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Sends a request in the form of `vllm_process` to the server at `url`; returns an answer of one turn in that form.
+    """Sends a request in the form of `engine_process` to the server at `url`; returns its answer of one turn.
 
-    The server was started with its target and draft; its settings are compared with the request's first. Its radix
-    cache is flushed before each turn, so that prompts are read anew.
-
-    Raises:
-        ServerError: other settings than the request's (algorithm, steps, topk, dtype), an error status, no counters.
+    Its radix cache is flushed before each turn, so that prompts are read anew. Raises ServerError: it was started with
+    other settings than the request's, an error status, or no counters.
     """
     try:
         client = httpx2.Client(base_url=url, timeout=600)
@@ -60,7 +57,6 @@ def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_settings(settings: dict[str, Any], request: dict[str, Any]) -> str:
-    """Compares the server's settings with the request's; returns its version. Raises ServerError."""
     expected = {
         "speculative_algorithm": request["algorithm"],  # EAGLE would skip an EAGLE-3 head's fc silently
         "speculative_num_draft_tokens": request["num_speculative_tokens"] + 1,
@@ -68,12 +64,8 @@ def _check_settings(settings: dict[str, Any], request: dict[str, Any]) -> str:
     }
     if request["algorithm"] == "EAGLE3":  # SGLang overrides both for block heads
         expected |= {"speculative_num_steps": request["num_speculative_tokens"], "speculative_eagle_topk": 1}
-    problems = [
-        f"{name}: got {settings.get(name)!r}, expected {wanted!r}"
-        for name, wanted in expected.items()
-        if settings.get(name) != wanted
-    ]
-    if problems:
+    wrong = [(name, settings.get(name), wanted) for name, wanted in expected.items() if settings.get(name) != wanted]
+    if problems := [f"{name}: got {got!r}, expected {wanted!r}" for name, got, wanted in wrong]:
         raise ServerError("the SGLang server was started with other settings:\n  " + "\n  ".join(problems))
     return str(settings.get("version"))
 
@@ -83,14 +75,11 @@ def _counters(meta: dict[str, Any], steps: int) -> tuple[int, list[int]]:
     rounds = meta.get("spec_verify_ct")
     histogram = next((meta[name] for name in _HISTOGRAMS if name in meta), None)
     if rounds is None or histogram is None:
-        raise ServerError(
-            f"meta_info: got {', '.join(sorted(meta)) or 'nothing'}, expected spec_verify_ct and {_HISTOGRAMS[0]}"
-        )
+        got = ", ".join(sorted(meta)) or "nothing"
+        raise ServerError(f"meta_info: got {got}, expected spec_verify_ct and {_HISTOGRAMS[0]}")
     if sum(histogram) != rounds or len(histogram) > steps + 1:
-        raise ServerError(
-            f"meta_info: got spec_verify_ct {rounds} and {histogram}, expected a histogram of as many rounds, of 0 to "
-            f"{steps} drafts"
-        )
+        expected = f"a histogram of as many rounds, of 0 to {steps} drafts"
+        raise ServerError(f"meta_info: got spec_verify_ct {rounds} and {histogram}, expected {expected}")
     return rounds, [sum(histogram[position:]) for position in range(1, steps + 1)]
 
 

@@ -30,12 +30,7 @@ _GGUF = ("llama", "qwen2", "qwen3")  # architectures that are written for llama.
 
 
 def write_target(target: Target, folder: str | disk.Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes weights, architecture, tokenizer and chat template, in the dtype that the target was loaded in.
-
-    Raises:
-        FileExistsError: `folder` exists.
-        ValueError: several processes hold the target, or it is quantised.
-    """
+    """Writes weights, architecture, tokenizer, template in the target's dtype. Raises FileExistsError, ValueError."""
     folder = disk.path_of(folder)
     if folder.exists():
         raise FileExistsError(f"{folder}: exists already, expected a new folder: remove it, or name another one")
@@ -51,12 +46,7 @@ def write_target(target: Target, folder: str | disk.Path, shard_bytes: int = SHA
 
 
 def write_gguf(target: Target, path: pathlib.Path) -> None:
-    """Writes weights in float32, architecture and tokenizer as one file for llama.cpp.
-
-    Raises:
-        ValueError: several processes hold the target, it is quantised, or of an architecture that is not written.
-        TargetError: see `add_tokenizer`.
-    """
+    """Writes float32 weights, architecture and tokenizer as llama.cpp's file. Raises ValueError: it cannot hold it."""
     _check_floats(target)
     c = target.model.config
     architecture, scaling = c.model_type, c.rope_scaling

@@ -20,7 +20,7 @@ from eagle3_jax import Engine, SamplingParams
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.export import __main__ as export
-from eagle3_jax.export import check, llama_cpp_process, vllm_process
+from eagle3_jax.export import check, engine_process
 from eagle3_jax.formats import heads
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.fetch import load_target, read_config
@@ -227,13 +227,13 @@ def test_llama_cpp_is_set_up_as_the_request_says(monkeypatch):
     monkeypatch.setitem(sys.modules, "xllamacpp", fake)
     request = {"target": "t.gguf", "draft": "d.gguf", "method": "dflash", "num_speculative_tokens": 7, "threads": 2}
     request |= {"max_model_len": 100, "batch_size": 4, "exact": True}
-    exact = llama_cpp_process.options(request)
+    exact = engine_process.llama_cpp_options(request)
     draft = exact.speculative.draft
     assert (exact.model.path, draft.mparams.path, exact.n_ctx, exact.n_parallel) == ("t.gguf", "d.gguf", 400, 4)
     assert (exact.speculative.types, draft.n_max, draft.p_min) == (["a block head"], 7, 0.0)
     assert exact.flash_attn_type == "off" and {exact.cache_type_k, exact.cache_type_v, draft.cache_type_k} == {"f32"}
     assert exact.cpuparams.n_threads == draft.cpuparams_batch.n_threads == 2
-    fast = llama_cpp_process.options(request | {"exact": False, "draft": None})
+    fast = engine_process.llama_cpp_options(request | {"exact": False, "draft": None})
     assert not {"types", "flash_attn_type"} & (vars(fast).keys() | vars(fast.speculative).keys())
 
 
@@ -243,7 +243,7 @@ def test_llama_cpp_tells_its_rounds_by_position():
         'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 7\n'
         'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 3\n'
     )
-    assert llama_cpp_process.counters(metrics, 3) == (12, [7, 3, 0])
+    assert engine_process.of_llama_cpp(metrics, 3) == (12, [7, 3, 0])
 
 
 @pytest.mark.slow
@@ -312,15 +312,15 @@ def test_vllm_is_asked_for_what_the_request_says_and_counts_one_turn(monkeypatch
     sizes = {"max_tokens": 2, "max_model_len": 9, "batch_size": 4, "num_speculative_tokens": 2, "turns": 1}
     request = {"target": "t", "draft": "d", "prompts": [[1], [2]], "ignore_eos": False, "dtype": "float32", **sizes}
     request |= {"method": "dflash", "refused_on_cpu": []}
-    answer = vllm_process.answer(request)
+    answer = engine_process.in_vllm(request)
     assert made["speculative_config"] == {"method": "dflash", "model": "d", "num_speculative_tokens": 2}
     assert (made["target"], made["max_num_seqs"], made["max_model_len"]) == ("t", 4, 9)
     assert (answer["rounds"], answer["accepted"], answer["answers"]) == (10, [1, 0], [[1, 2], [1, 2]])
     assert answer["repaired"] is None
-    assert vllm_process.answer(request | {"draft": None}) and made["speculative_config"] is None
+    assert engine_process.in_vllm(request | {"draft": None}) and made["speculative_config"] is None
     on_gpu.current_platform.is_cpu = lambda: True
     with pytest.raises(SystemExit, match=r"vLLM's CPU build cannot run this head:\n  a reason"):
-        vllm_process.answer(request | {"refused_on_cpu": ["a reason"]})
+        engine_process.in_vllm(request | {"refused_on_cpu": ["a reason"]})
 
 
 def test_on_a_cpu_each_layer_norms_its_own_context_keys(monkeypatch):
@@ -337,5 +337,5 @@ def test_on_a_cpu_each_layer_norms_its_own_context_keys(monkeypatch):
     module = types.SimpleNamespace(DFlashQwen3Model=DFlashQwen3Model)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.qwen3_dflash", module)
     keys = np.ones((2, 5, 1, 4), np.float32)
-    assert vllm_process.norm_keys_by_layer() == vllm_process.KEYS_BY_LAYER
+    assert engine_process.norm_keys_by_layer() == engine_process.KEYS_BY_LAYER
     np.testing.assert_array_equal(DFlashQwen3Model()._normalize_context_k(keys)[:, 0, 0, 0], [2.0, 3.0])

@@ -3,7 +3,7 @@
 Read from SGLang 0.5.23 (models/dflash.py, dspark.py, speculative/dflash_utils.py, dspark_components/dspark_config.py)
 and vLLM 0.32.0 (models/qwen3_{dflash,dflash2,dspark}.py, configs/speculators/algos.py, config/vllm.py). Older versions
 were not read. vLLM's CPU build has the first model runner alone: no DSpark, no selector, one type of attention. It
-norms the context's keys of every layer by the first layer's weights (see `export.vllm_process`).
+norms the context's keys of every layer by the first layer's weights (see `export.engine_process`).
 """
 
 from __future__ import annotations
