@@ -33,8 +33,7 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.kinds.eagle3 import Eagle3
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import init_state, make_train_step
+from eagle3_jax.training.state import init_state, make_optimizer, make_train_step
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 CLIP = 0.2

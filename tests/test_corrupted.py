@@ -33,7 +33,7 @@ from eagle3_jax.runs import command
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.training import checkpoint
 from eagle3_jax.training.checkpoint import Checkpoints
-from eagle3_jax.training.optimizer import make_optimizer
+from eagle3_jax.training.state import make_optimizer
 
 pytestmark = pytest.mark.slow
 

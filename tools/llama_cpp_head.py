@@ -38,7 +38,7 @@ from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.train import __main__ as verb
-from eagle3_jax.training import optimizer
+from eagle3_jax.training import state
 
 TARGET = "smollm2-135m-instruct"
 ROWS = 48  # of 512 tokens, that `fc` is fitted to
@@ -57,8 +57,8 @@ def fold(source: str, features: pathlib.Path, folder: pathlib.Path) -> None:
     config = dataclasses.replace(old.config, fc_norm=False, norm_output=False, norm_before_residual=True)
     new = DraftHead(config, rngs=nnx.Rngs(0))
     kept = {name: nnx.state(getattr(old, name)) for name in ("attention", "mlp")}
-    for name, state in kept.items():
-        nnx.update(getattr(new, name), jax.tree.map(jnp.copy, state))
+    for name, part in kept.items():
+        nnx.update(getattr(new, name), jax.tree.map(jnp.copy, part))
     for name in ("input_norm", "post_norm", "norm", "lm_head"):
         getattr(new, name)[...] = getattr(old, name)[...]
     norm, hidden = np.asarray(old.norm[...]), np.asarray(old.hidden_norm[...])
@@ -95,7 +95,7 @@ def fitted(head: DraftHead, aux: np.ndarray) -> np.ndarray:
 
 
 def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTransformation:
-    rate = optimizer.learning_rate(config, total_steps)
+    rate = state.learning_rate(config, total_steps)
 
     def groups(params: Any) -> Any:
         def group(path: tuple[Any, ...], x: jax.Array) -> str:
@@ -106,7 +106,7 @@ def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTrans
     def held(params: Any) -> Any:
         return jax.tree.map(lambda group: group == "held", groups(params))
 
-    muon = optimizer._exact(optax.contrib.muon(rate, consistent_rms=0.2))
+    muon = state._exact(optax.contrib.muon(rate, consistent_rms=0.2))
     norms = optax.adam(lambda step: rate(step) / 5, 0.9, 0.95)
     parts = optax.partition({"muon": muon, "norms": norms, "held": optax.set_to_zero()}, groups)
     return optax.chain(optax.masked(optax.set_to_zero(), held), optax.clip_by_global_norm(0.5), parts)

@@ -51,7 +51,8 @@ from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.block import Anchors, BlockLossConfig, block_loss, draw_anchors
-from eagle3_jax.training.losses import ttt_loss
+from eagle3_jax.training.losses import Loss, states_loss
+from eagle3_jax.training.ttt import training_time_test
 
 TOLERANCE = 1e-5  # relative, float32
 SEEN = 50 * TOLERANCE  # smallest difference of a control
@@ -245,6 +246,11 @@ def tensors_of(head: Any) -> Tensors:
         entry = table[parameter_path(path)]
         found |= dict(zip(entry.tensors, entry.split(np.asarray(leaf)), strict=True))
     return found
+
+
+def ttt_loss(head: DraftHead, teacher: Teacher, batch: Batch, config: TrainConfig) -> Loss:
+    states = training_time_test(head, teacher.embed, batch, config.ttt_steps)
+    return states_loss(head.lm_head[...], states, teacher, batch, config)
 
 
 def ours(case: Case, head: Any, data: Data, batch: Batch, anchors: Anchors) -> Found:

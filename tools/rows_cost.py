@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.calls import Models
 from eagle3_jax.decoding.device.memory import empty_state
-from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.rounds.state import State
@@ -78,7 +78,7 @@ def measure(target: TargetModel, rows: Sequence[int], turns: int, length: int) -
             if kind == "pass":
                 state, result = read(models, state, nodes.tokens)
             else:
-                state, result = profile.verify_stage(models, state, nodes, tier=every[kind, count])
+                state, result = profile.run_stage(models, state, nodes, stage="verify", tier=every[kind, count])
             jax.block_until_ready((state, result))
             if turn >= 0:  # the first one compiles
                 seconds[kind, count].append(time.perf_counter() - start)

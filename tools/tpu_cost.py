@@ -35,12 +35,12 @@ from tpu.hlo import Program
 from tpu.price import Price, price
 
 from eagle3_jax.config import DraftTree, RunConfig
-from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.calls import Models
 from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.rounds.round import advance
 from eagle3_jax.decoding.tier import VANILLA, RoundPlan, Tier
 from eagle3_jax.models.target_config import ModelConfig
-from eagle3_jax.training.operations import products
+from eagle3_jax.training.metrics import products
 
 COLUMNS = ("program", "mesh", "products", "passes", "collectives", "ms", "floor", "vanilla", "tokens/s", "MFU", "hours")
 

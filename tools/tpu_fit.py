@@ -38,9 +38,8 @@ from eagle3_jax.decoding.adapt import learner
 from eagle3_jax.decoding.adapt.vocabulary import make_move
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.calls import Models, PromptChunk
 from eagle3_jax.decoding.device.memory import empty_state
-from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.rounds.observed import Observed
@@ -69,8 +68,7 @@ from eagle3_jax.train.__main__ import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.fsdp import TRAINED_SHARDING_RULES
 from eagle3_jax.training.kinds.kind import kind_of
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import TrainState, init_state, make_train_step
+from eagle3_jax.training.state import TrainState, init_state, make_optimizer, make_train_step
 
 GIB = 2**30
 

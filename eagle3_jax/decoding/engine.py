@@ -20,8 +20,7 @@ from eagle3_jax.config.checks import require
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.adapt.api import Learner
 from eagle3_jax.decoding.arguments import KVDtype
-from eagle3_jax.decoding.choice.tier_choice import TierChoice
-from eagle3_jax.decoding.choice.tiers import choice_for
+from eagle3_jax.decoding.choice.tiers import TierChoice, choice_for
 from eagle3_jax.decoding.device.memory import tokens_that_fit
 from eagle3_jax.decoding.device.runner import ModelRunner, Runner
 from eagle3_jax.decoding.device.shapes import Sizes

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.decoding.adapt.api import AdaptStats, Learner
-from eagle3_jax.decoding.choice.tier_choice import TierChoice
+from eagle3_jax.decoding.choice.tiers import TierChoice
 from eagle3_jax.decoding.device import calls, shapes
-from eagle3_jax.decoding.device.calls import Call
-from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
+from eagle3_jax.decoding.device.calls import Call, PromptChunk
 from eagle3_jax.decoding.device.report import progress
 from eagle3_jax.decoding.device.runner import Runner
 from eagle3_jax.decoding.pages import PagePool

@@ -19,7 +19,7 @@ from typing import Any
 
 from eagle3_jax.decoding.choice import costs
 from eagle3_jax.decoding.choice.costs import Costs
-from eagle3_jax.decoding.choice.tier_choice import TierChoice
+from eagle3_jax.decoding.choice.tiers import TierChoice
 from eagle3_jax.decoding.device import calls
 from eagle3_jax.decoding.device.calls import Call
 from eagle3_jax.decoding.device.runner import ModelRunner

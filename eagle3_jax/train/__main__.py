@@ -39,10 +39,8 @@ from eagle3_jax.train.in_engine import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.kinds.kind import TrainingKind, kind_of
-from eagle3_jax.training.metrics import MetricWriter, NotFinite, import_wandb, summarise
-from eagle3_jax.training.operations import products, utilisation
-from eagle3_jax.training.optimizer import learning_rate, make_optimizer
-from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
+from eagle3_jax.training.metrics import MetricWriter, NotFinite, import_wandb, products, summarise, utilisation
+from eagle3_jax.training.state import init_state, learning_rate, make_eval_step, make_optimizer, make_train_step
 
 # Options without effect on a run's result. They may change when it is resumed (decode_every to another number).
 _WATCHING = ("log_every", "eval_every", "eval_batches", "checkpoint_every", "decode_every", "wandb")
@@ -55,15 +53,13 @@ IN_FLIGHT = 2
 def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
     """Trains `config`'s draft head into its checkpoints folder. Returns the results, as in the manifest.
 
-    Without `target` it loads the parts that training needs. Raises ManifestError: unfinished features, features of
-    another target, a folder of other work, or no held-out prompts for the engine. ValueError: sizes that do not fit
-    each other; nothing to train on.
+    Raises ManifestError: unfinished features, features of another target, a folder of other work, or no held-out
+    prompts for the engine. ValueError: sizes that do not fit each other; nothing to train on.
     """
     run = config.train
     if run.wandb is not None:
         import_wandb(run.wandb)  # refused before work begins
 
-    # -------------------------------------------------------------------------------------------------------- inputs
     features, folder = config.folder("extract"), config.folder("train")
     made_from = manifest.read(features, made_by="extract")
     mesh = make_mesh(run.mesh or config.mesh)
@@ -111,7 +107,6 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
     token_ids = kind.vocabulary(vocab.load(features)) if warm is None else np.asarray(warm.token_ids)
     processes.agree(lambda: vocab.save(folder, token_ids))
 
-    # ---------------------------------------------------------------------------------------------------------- data
     packing: Any = {"multiple": run.batch_size, "seed": config.seed, "states": run.features == "stored"}
     most = None if run.max_steps is None else run.max_steps * run.batch_size
     rows = PackedRows(FeatureSource(features / "train"), run.row_length, epochs=run.epochs, max_rows=most, **packing)
@@ -126,7 +121,6 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
         arrays = feed.place(part, number)
         return Batch(**fp8.paired(arrays), **observe(arrays), split=split)
 
-    # --------------------------------------------------------------------------------------------------------- state
     model = target.model
     observe = _Observer(model.observed_at(kind.aux_layers) if run.features == "online" else None, mesh, split)
     draw_teacher = (dense(model.embed[...]), dense(model.output_rows), put(token_ids, replicated(mesh)))
@@ -165,7 +159,6 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
         processes.say(f"train: {sizes}" + f", going on at step {done}" * (done > 0))
         parts = batches(rows, run.batch_size, feed.rows, start=done)
 
-        # --------------------------------------------------------------------------------------------------- compile
         start = time.monotonic()
         batch = place(rows.empty(len(feed.rows(done))), done)
         traced = train_step.trace(state, teacher, batch)
@@ -178,7 +171,6 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
         machine.release_freed()
         processes.say(f"train: compiled in {time.monotonic() - start:.1f} s")
 
-        # ------------------------------------------------------------------------------------------------------ loop
         last = time.monotonic()
         tokens, seconds, waited = 0, 0.0, 0.0
         pending: list[_Pending] = []  # the steps behind the newest row of the metrics
@@ -243,7 +235,6 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
 
         checkpoints.wait_until_finished()
 
-    # -------------------------------------------------------------------------------------------------------- finish
     results = {"steps": total, "tokens": rows.tokens, "padding_share": rows.padding}
     results |= {"tokens_per_second": tokens / seconds if seconds else None}
     results |= {"train": summary, "held_out": evaluation, "served": decoded}
@@ -251,17 +242,12 @@ def _train(config: RunConfig, target: Target, kind: TrainingKind, mesh: Mesh, wa
 
 
 class _Pending(NamedTuple):
-    """A step without a row: its sums, and the seconds that it waited for data."""
-
-    sums: dict[str, Any]
-    waited: float
+    sums: dict[str, Any]  # of a step without a row
+    waited: float  # seconds for data
 
 
 class _Observer:
-    """Computes the target's states of placed rows, as fields of `Batch`: dispatched, not awaited.
-
-    Without a model the rows hold the states already.
-    """
+    """Dispatches the target's states of placed rows, as fields of `Batch`; none without a model: the rows hold them."""
 
     def __init__(self, model: TargetModel | None, mesh: Mesh, split: Split) -> None:
         self._model, self._mesh, self._split = None if model is None else for_many_rows(model), mesh, split
@@ -275,7 +261,6 @@ class _Observer:
         return {"aux": aux, "last_hidden": last_hidden, "argmax": argmax}
 
     def operations(self, batch: Batch) -> int:
-        """Counts the matrix products of a call (see `products`)."""
         if self._model is None:
             return 0
         with jax.set_mesh(self._mesh):
@@ -284,7 +269,6 @@ class _Observer:
 
 
 def _stop_asked(step: int) -> bool:
-    """Decides, alike on all processes, whether to save and stop after this step."""
     # A process waits for a step that all began, so none is more than IN_FLIGHT steps ahead of another.
     return processes.agree_to_stop(step, IN_FLIGHT + 1, command.stop_asked())
 

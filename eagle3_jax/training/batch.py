@@ -22,15 +22,11 @@ TEACHER_SHARDING_RULES = ((r"embed|rows", P("model", None)),)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed rows of T tokens with several documents each; or pieces of such rows, as `split` says.
-
-    `aux` are the target's aux hidden states, concatenated in ascending order of boundary; they and `last_hidden`, the
-    last hidden state after the final norm, may be an `Fp8`, which the step decodes.
-    """
+    """Packed rows of T tokens with several documents each; or pieces of such rows, as `split` says."""
 
     token_ids: Leaf  # int [B, T]
-    aux: Leaf  # float [B, T, n_aux * H]
-    last_hidden: Leaf  # float [B, T, H]
+    aux: Leaf  # float or Fp8 [B, T, n_aux * H], the target's aux hidden states in ascending order of boundary
+    last_hidden: Leaf  # float or Fp8 [B, T, H], after the final norm
     argmax: Leaf  # int [B, T], the target's most probable next token at each position
     loss_mask: Leaf  # int [B, T], nonzero where a token was written by the assistant
     segment_ids: Leaf  # int [B, T], 1, 2, ... for the documents of a row, 0 for padding

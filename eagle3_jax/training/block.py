@@ -1,8 +1,8 @@
 """Training of block heads: anchors, the labels of their blocks, and the losses.
 
-A block begins at an anchor, a token of an answer. It attends to the target's states before the anchor. Draft d = 1, 2,
-... is for position anchor + d, whose label is the target's prediction at anchor + d - 1. Blocks of one row run in
-parallel and do not attend to each other (DFlash, arXiv 2602.06036).
+A block begins at an anchor, a token of an answer, and attends to the target's states before it, not to other blocks.
+Draft d = 1, 2, ... is for position anchor + d, whose label is the target's prediction at anchor + d - 1 (DFlash, arXiv
+2602.06036).
 """
 
 from __future__ import annotations
@@ -28,23 +28,14 @@ from eagle3_jax.training.ttt import REMAT_POLICY
 
 @dataclasses.dataclass(frozen=True)
 class BlockLossConfig:
-    """Options of the block losses.
-
-    Attributes:
-        weights: "d-pace" (arXiv 2605.18810), the probability to reach a draft, or "decay", exp(-(d - 1) / decay).
-        alpha: for D-PACE: a draft of probability q counts as (1 - alpha) q + alpha.
-        soft: DFlash's cross entropy uses the target's distribution, not its best token.
-        on_path: drafts after a token that is not the target's best are masked: greedy decoding leaves the text there.
-        block: number of blocks whose logits a data shard holds at a time; the backward pass recomputes them.
-        remat: keep of each layer only matrix products and attention, and recompute the rest in the backward pass.
-    """
+    """Options of the block losses; the first three and the last are `TrainConfig`'s."""
 
     weights: Literal["d-pace", "decay"] = "d-pace"
     alpha: float = 0.5
     decay: float = 4.0
-    soft: bool = False
-    on_path: bool = True
-    block: int = 128
+    soft: bool = False  # DFlash's cross entropy uses the target's distribution, not its best token
+    on_path: bool = True  # drafts behind a token that is not the target's best are masked: the text leaves there
+    block: int = 128  # blocks whose logits a data shard holds at a time; the backward pass recomputes them
     remat: bool = False
 
 
@@ -84,10 +75,7 @@ def block_states(
 def d_pace(
     probabilities: Float[Array, "*batch d"], mask: Bool[Array, "*batch d"], alpha: float
 ) -> Float[Array, "*batch d"]:
-    """Weighs the drafts of a block by D-PACE: the sum over drafts from d on of the probability to reach them.
-
-    `probabilities` are those of the labels; `mask` is true for trained drafts.
-    """
+    """Weighs a block's drafts by D-PACE: the sum over drafts from d on of the labels' probabilities to be reached."""
     reached = jnp.cumprod(jnp.where(mask, (1 - alpha) * probabilities + alpha, 1.0), axis=-1)
     remaining = jnp.flip(jnp.cumsum(jnp.flip(jnp.where(mask, reached, 0.0), -1), axis=-1), -1)
     return jnp.where(mask, remaining, 0.0)
@@ -100,11 +88,8 @@ def block_loss(
 
     DFlash: cross entropy. DSpark: 0.1 cross entropy + 0.9 L1 distance of the distributions + binary cross entropy of
     the confidence. DFlash2: cross entropy before the selector + cross entropy over the selector's candidates, where a
-    missing label replaces the last candidate.
-
-    Returns:
-        The loss, and sums for metrics: `cross_entropy`, `hits` and `compared` [drafts] (trained drafts), `accepted`
-        [drafts] (hits after hits only, each given the text's preceding token), `rounds` (blocks) and `tokens`.
+    missing label replaces the last candidate. Returns the loss, and sums for metrics: `cross_entropy`, `hits` and
+    `compared` [drafts] (trained drafts), `accepted` [drafts] (hits after hits only), `rounds` (blocks) and `tokens`.
     """
     own = functools.partial(_own_sums, config=config)
     frozen = jax.lax.stop_gradient(teacher)
@@ -116,7 +101,6 @@ def block_loss(
 
 
 def _own_sums(head: DFlash, rows: tuple[Batch, Anchors], teacher: Teacher, config: BlockLossConfig) -> dict[str, Array]:
-    """Computes `_sums` of a data shard's blocks, each [1, 1, ...]."""
     batch, anchors = rows
     states = block_states(head, teacher.embed, batch, anchors, config.remat)
     drafts = _Drafts.of(batch, teacher, anchors, head.drafts, config.on_path)
@@ -248,7 +232,6 @@ def replay_blocks(
 
 
 def _own_drafts(head: DFlash, batch: Batch, frozen: tuple[Teacher, Array], block: int) -> Int[Array, "drafts b t"]:
-    """Drafts greedily behind every position of a data shard's rows."""
     (teacher, token_ids), t = frozen, batch.token_ids.shape[1]
     size = min(block, t)
     first = document_starts(batch.segment_ids)

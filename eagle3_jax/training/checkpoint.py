@@ -25,13 +25,11 @@ class CheckpointError(ValueError):
     """A missing or damaged checkpoint, or one of another shape; the message names its folder."""
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run, a context manager. All that it does raises CheckpointError.
 
     The `keep` newest stay, beside the best one; files of a killed save are removed. None reads only, beside a training
-    that may be saving.
-
-    Raises AddressError: a folder to write that Orbax could not read back, see `disk.check_address`.
+    that may be saving. Raises AddressError: a folder to write that Orbax could not read back.
     """
 
     def __init__(self, folder: str | disk.Path, keep: int | None = None) -> None:
@@ -70,9 +68,8 @@ class Checkpoints:
     ) -> None:
         """Begins to write a checkpoint of the state's step, atomically; a second one of the same step is skipped.
 
-        It waits for the checkpoint before it, whose errors it raises, and returns once the arrays are in host memory;
-        threads write them while training goes on. NaN and infinity are refused. `tau` is its acceptance length in the
-        engine, `token_ids` its draft vocabulary, where that changes as the head learns.
+        Waits for the one before, whose errors it raises, and returns once the arrays are in host memory. `tau` is its
+        acceptance length in the engine, `token_ids` its draft vocabulary, where that changes as the head learns.
         """
         self.wait_until_finished()
         step = int(state.step)
@@ -110,10 +107,6 @@ class Checkpoints:
         opt_state = _unflat(state.opt_state, found["optimizer"])
         at = put(np.asarray(step, np.int32), state.step.sharding)
         return TrainState(at, head, opt_state)
-
-    def restore_head(self, like: Any, step: int | None = None) -> Any:
-        """Reads the head of a step, or the newest, alone; `like` is a head, or its shapes."""
-        return _unflat(like, self._load({"head": _abstract(like)}, step)[1]["head"])
 
     def head_checksums(self, step: int) -> dict[str, int]:
         """Reads the checksums of the leaves of a step's head, which tell heads apart without reading them."""
@@ -177,9 +170,6 @@ class Checkpoints:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise CheckpointError(f"{folder}: {what} ({reason})") from error
 
-    def __enter__(self) -> Checkpoints:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # The checkpointer raises a save's error once more when it is closed.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
@@ -190,10 +180,7 @@ class Checkpoints:
 
 
 def _shorten_orbax_logs() -> None:
-    """Cuts tracebacks of Orbax's threads and tasks, whose errors its checkpointer raises again; a line of each stays.
-
-    For good: threads of a failed save end while the interpreter shuts down, and tasks print one when they are freed.
-    """
+    """Cuts tracebacks of Orbax's threads and tasks, whose errors its checkpointer raises again, for good."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.getLogger("absl").addFilter(_without_orbax_traceback)
     hook = threading.excepthook
@@ -223,11 +210,11 @@ def load_head(folder: str | disk.Path, shapes: Any, step: int | None = None) -> 
     if not disk.path_of(folder).is_dir():
         raise CheckpointError(f"{folder}: not found, expected the output of `python -m eagle3_jax.train`")
     with Checkpoints(folder) as checkpoints:
-        return jax.tree.map(lambda x: x.addressable_data(0), checkpoints.restore_head(like, step))
+        _, found = checkpoints._load({"head": _abstract(like)}, step)
+        return jax.tree.map(lambda x: x.addressable_data(0), _unflat(like, found["head"]))
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """Lists leaves by path, so that the files do not depend on the classes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -238,10 +225,7 @@ def _unflat(like: Any, leaves: dict[str, Any]) -> Any:
 
 @jax.jit
 def _checksums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, ""]]:
-    """Computes for each leaf, on any mesh, the sum modulo 2 ** 32 of its elements' bits times odd numbers.
-
-    An odd factor is invertible, so that every change of a single element changes the sum.
-    """
+    """Sums each leaf's bits times odd numbers, modulo 2 ** 32: every change of a single element changes the sum."""
 
     def checksum(x: Array) -> Array:
         bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
@@ -255,7 +239,6 @@ def _checksums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, ""]]:
 
 @jax.jit
 def _finite(leaves: dict[str, Any]) -> dict[str, Array]:
-    """Tells for each leaf whether all its elements are finite."""
     return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), leaves)
 
 
@@ -265,7 +248,6 @@ def _copied(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scalar(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a checksum, on the devices of its leaf."""
     where = like.sharding
     where = replicated(where.mesh) if isinstance(where, jax.sharding.NamedSharding) else where
     return jax.ShapeDtypeStruct((), np.uint32, sharding=where)

@@ -33,11 +33,9 @@ def on_own_rows(
 ) -> Any:
     """Calls `f(weights, rows, frozen)` with the rows of each data shard, and whole weights gathered once.
 
-    The backward pass sums the weights' gradients over the data axis once, in float32. Weights are a pytree, split over
-    that axis by `TRAINED_SHARDING_RULES`, and are gathered and read in `dtype`; tables of a row per token are not
-    unless `f` reads `tables`. Rows are split by dimension `axis`; None stays None. `frozen` arrays have no gradient,
-    and are whole on each data shard. Results are arrays [x, rows, ...], split as the rows by their second dimension; a
-    shard's sums are [1, 1, ...].
+    The backward pass sums the weights' gradients over the data axis once, in float32. Weights are split over it by
+    `TRAINED_SHARDING_RULES`, and gathered in `dtype`; `f` reads tables of a row per token only with `tables`. Rows are
+    split by dimension `axis`, `frozen` arrays are whole. Results [x, rows, ...] are split as the rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     ways = mesh.shape.get("data", 1)
@@ -60,10 +58,7 @@ def on_own_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _copies(spec: P, dtype: Any, weight: Array) -> Array:
-    """Copies a weight of a partition to each data shard, [shards, *weight]; gathered over data, split over model.
-
-    The gradient is the sum over the copies, in float32.
-    """
+    """Copies a weight to each data shard, [shards, *weight]; the gradient is the sum over the copies, in float32."""
 
     def gather(share: Array) -> Array:
         if (axis := _over_data(spec)) is None:
@@ -91,7 +86,6 @@ _copies.defvjp(_forward, _backward)
 
 
 def _over_data(spec: P) -> int | None:
-    """Returns the dimension that the data axis splits."""
     return next((i for i, entry in enumerate(spec) if "data" in _axes(entry)), None)
 
 

@@ -14,23 +14,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.kernels.soft_cross_entropy import Comparison, soft_cross_entropy
-from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.fsdp import on_own_rows
-from eagle3_jax.training.ttt import training_time_test
 
 Sums = dict[str, Array]
 Loss = tuple[Float[Array, ""], Sums]
-Decay = Float[Array, ""] | None
 Divisors = Int[Array, " steps"] | None
-
-
-def ttt_loss(
-    head: DraftHead, teacher: Teacher, batch: Batch, config: TrainConfig, decay: Decay = None, divisors: Divisors = None
-) -> Loss:
-    """Computes the loss of the training-time test, see `states_loss`."""
-    states = training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat)
-    return states_loss(head.lm_head[...], states, teacher, batch, config, decay, divisors)
 
 
 def states_loss(
@@ -39,21 +28,17 @@ def states_loss(
     teacher: Teacher,
     batch: Batch,
     config: TrainConfig,
-    lk_decay: Decay = None,
+    lk_decay: Float[Array, ""] | None = None,
     divisors: Divisors = None,
 ) -> Loss:
     """Sums over steps step_decay ** i times the soft cross entropy on the draft vocabulary, or the LK loss.
 
-    Args:
-        rows: the LM head; None is the target's, `teacher.rows`.
-        states: the LM head's inputs, from `training_time_test`.
-        lk_decay: see `soft_cross_entropy`; None is cross entropy.
-        divisors: `loss_divisors` of the batch of which this is a part; None: this is the whole.
+    `rows` are the LM head, None is the target's; `states` its inputs, from `training_time_test`. `lk_decay`: see
+    `soft_cross_entropy`, None is cross entropy. `divisors`: `loss_divisors` of the batch of which this is a part.
 
-    Returns:
-        The loss, and sums for metrics: `cross_entropy`, `divergence` (KL), `acceptance`, `hits` and `compared` [steps]
-        (trained positions), `counted` [steps] (positions in the mask, those with the teacher's argmax outside the draft
-        vocabulary included), and `tokens` (without padding).
+    Returns the loss, and sums for metrics: `cross_entropy`, `divergence` (KL), `acceptance`, `hits` and `compared`
+    [steps] (trained positions), `counted` [steps] (positions in the mask, those with the teacher's argmax outside the
+    draft vocabulary included), and `tokens` (without padding).
     """
     steps = jnp.arange(config.ttt_steps)
     counted = _counted(batch, config)
@@ -125,13 +110,11 @@ def loss_divisors(batch: Batch, config: TrainConfig) -> Int[Array, " steps"]:
 
 
 def _counted(batch: Batch, config: TrainConfig) -> Array:
-    """Computes `teacher_mask` of whole rows, in the batch's pieces."""
     mask, segments = map(batch.split.joined, (batch.loss_mask, batch.segment_ids))
     return batch.split.cut(teacher_mask(mask, segments, config.mask_offset))
 
 
 def _counts(counted: Array, inside: Array, batch: Batch) -> tuple[Array, Array]:
-    """Counts the tokens without padding and, per step, the positions in the mask."""
     return jnp.sum(batch.segment_ids > 0), jnp.sum(counted[None] & inside, axis=(1, 2))
 
 
@@ -142,8 +125,7 @@ def _divisors(tokens: Array, counts: Array, config: TrainConfig) -> Array:
 def teacher_mask(loss_mask: Int[Array, "b t"], segment_ids: Int[Array, "b t"], offset: int) -> Bool[Array, "b t"]:
     """Masks teacher positions u by mask[u - 1 + offset], as where the mask is shifted with the targets at every step.
 
-    Each document's last entry counts only with an offset of 2, where it is the predicted token; with 1 it would be a
-    teacher without a next token.
+    Each document's last entry counts only with an offset of 2, where it is the predicted token.
     """
     follows = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))  # 0 after the row's end
     inner = (loss_mask != 0) & (segment_ids > 0)

@@ -1,9 +1,11 @@
-"""Training metrics: means from sums over batches, written to JSONL and TensorBoard."""
+"""Training metrics: means from sums over batches, written to JSONL and TensorBoard; and the use of the devices."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -11,9 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.runs import disk, processes
+from eagle3_jax.runs.machine import TERAFLOPS
 
 _STORE_SECONDS = 60
 
@@ -43,12 +47,10 @@ class NotFinite(ValueError):
 def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Computes means from the sums of train or eval steps; waits for the device.
 
-    Returns:
-        `loss` (mean over batches); `tokens`; per step `accuracy` (the draft's first choice is the target's) over all
-        positions in the mask; per step `cross_entropy` and, where the loss has them, `divergence` (KL) and `acceptance`
-        (share of drafts accepted at temperature 1) over trained positions; `positions`, the trained positions of the
-        first step. Train steps add `gradient_norm`. Eval steps and block heads add the figures of `evaluate` for a
-        chain: `rounds`, `tau` and `alpha` per position (see `AcceptanceCounts`, `replay.replay`).
+    Returns `loss` (mean over batches); `tokens`; per step `accuracy` (the draft's first choice is the target's) over
+    all positions in the mask; per step `cross_entropy` and, where the loss has them, `divergence` (KL) and `acceptance`
+    (share of drafts accepted at temperature 1) over trained positions; `positions`, those of the first step;
+    `gradient_norm` of train steps; and a chain's `rounds`, `tau` and `alpha` of eval steps (see `replay.replay`).
 
     Raises NotFinite: the first batch with NaN or infinity in it.
     """
@@ -77,7 +79,7 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-class MetricWriter:
+class MetricWriter(contextlib.AbstractContextManager["MetricWriter"]):
     """Appends to `metrics.jsonl` and to TensorBoard files in a folder; only process 0 writes. A context manager.
 
     Entries behind step `done`, from which a killed run resumes, are dropped. A `project` of Weights & Biases gets the
@@ -130,9 +132,6 @@ class MetricWriter:
         if self._wandb is not None:
             self._wandb.log(curves | {"step": step})
 
-    def __enter__(self) -> MetricWriter:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._active:
             self._lines.close()
@@ -149,3 +148,36 @@ def import_wandb(project: str) -> Any:
     except ImportError as error:
         raise ValueError(f"train.wandb: got {project!r}, expected the package: pip install wandb") from error
     return wandb
+
+
+def products(jaxpr: Any) -> int:
+    """Counts operations of matrix products outside Pallas kernels, over all devices; a multiply-add is two.
+
+    Loops count once per iteration, conditionals by their largest branch, and loops of unknown length not at all:
+    those over a mixture's experts, off TPUs.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        kind, parameters = equation.primitive.name, equation.params
+        if kind == "dot_general":
+            (contracted, _), _ = parameters["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2 * inner * math.prod(equation.outvars[0].aval.shape)
+        elif kind not in ("pallas_call", "while"):
+            parts = [products(part) for part in jaxprs_in_params(parameters)]
+            times = parameters["length"] if kind == "scan" else 1
+            if kind == "shard_map":
+                times *= math.prod(parameters["mesh"].shape[axis] for axis in parameters["manual_axes"])
+            total += times * (max(parts) if kind == "cond" else sum(parts))
+    return total
+
+
+def utilisation(operations: int, seconds: float, devices: list[Any]) -> dict[str, float]:
+    """Computes a run's use of its devices by so many operations (see `products`) on all of them together.
+
+    `teraflops`: 1e12 operations a second and device; `mfu`: of known chips, the share of the published bfloat16 rate.
+    """
+    found = {"teraflops": operations / seconds / len(devices) / 1e12}
+    if (peak := TERAFLOPS.get(devices[0].device_kind)) is not None:
+        found["mfu"] = found["teraflops"] / peak
+    return found

@@ -22,9 +22,8 @@ def replay_rounds(
 ) -> dict[str, Array]:
     """Counts rounds and accepted drafts of a chain with one draft per step; equal to the decoder's on greedy answers.
 
-    A draft is accepted if it is the teacher's argmax. Rounds of a sampled answer continue with the answer's own tokens.
-    `rows` are the LM head; None is the target's, `teacher.rows`. `states` are its inputs, from `training_time_test`.
-    Logits of `block` positions of a row are held at a time: a divisor of t, or more than t.
+    A draft is accepted if it is the teacher's argmax. Rounds of a sampled answer continue with its own tokens. `rows`
+    and `states` as in `states_loss`. Logits of `block` positions of a row, a divisor of t or more, are held at a time.
     """
 
     def best(table: dict[str, Array], states: Array, teacher_rows: Array) -> Array:
@@ -66,8 +65,6 @@ def replay(drafted: Int[Array, "steps b t"], teacher: Teacher, batch: Batch) -> 
 
 
 def _round_starts(opens: Array, going: Array, accepted: Array) -> Array:
-    """Marks the starts of rounds: an answer's opening, then each round's end."""
-
     def step(following: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
         place, opening, more, drafts = now
         begins = more & (opening | (following == place))

@@ -1,11 +1,9 @@
 """The training-time test: K drafting steps from every position at once (EAGLE-3, arXiv 2503.01840, section 3.2).
 
-At step i the pair at index t is token t+1+i and the head's own output of step i-1 at the same t. So it is in drafting
-from a prefix that ends at t. It attends to the true features (step 0) up to t, then to one key of each later step at t.
-Tokens are the document's, so that all positions run in parallel. On TPUs the steps are one loop.
-
-Where rows are split along their length, a device gathers the keys of step 0 of its rows, by KV head. Later steps attend
-to their own position alone, and need of other devices only the tokens that follow a piece.
+At step i the pair at index t is token t+1+i and the head's own output of step i-1 at the same t, as in drafting from a
+prefix that ends at t. It attends to the true features (step 0) up to t, then to one key of each later step at t. Tokens
+are the document's, so that all positions run in parallel. On TPUs the steps are one loop. Where rows are split along
+their length, a device gathers the keys of step 0 of its rows, by KV head; later steps attend to their position alone.
 """
 
 from __future__ import annotations
@@ -40,15 +38,10 @@ REMAT_POLICY = jax.checkpoint_policies.save_from_both_policies(
 def training_time_test(
     head: Head, embed: Float[Array, "v h"], batch: Batch, steps: int, remat: bool = False
 ) -> Float[Array, "steps b t h"]:
-    """Computes the LM head's inputs at every step and position.
+    """Computes the LM head's inputs at every step and position, in the dtype of `embed`, the target's frozen table.
 
-    Args:
-        embed: the target's embedding table (frozen); its dtype is the compute dtype.
-        remat: keep only each step's matrix products and attention, and recompute the rest in the backward pass.
-
-    Returns:
-        `states[i, :, t]` predicts token t+2+i of the document. It is undefined, and read by no other position, where
-        t+1+i is beyond the document's end or padding.
+    `states[i, :, t]` predicts token t+2+i of the document. It is undefined, and read by no other position, where t+1+i
+    is beyond the document's end or padding. `remat`: see `TrainConfig`.
     """
     split = batch.split
     tokens = split.cut(split.joined(batch.token_ids), beyond=steps)
@@ -88,10 +81,7 @@ def _steps(head: Head, rows: tuple[Array, ...], embed: Array, steps: int, remat:
 def _step(
     head: Head, state: Array, keys: Array, values: Array, inputs: _Inputs, i: Array | int
 ) -> tuple[Array, Array, Array]:
-    """Runs step i. Returns its state, and the keys and values [steps, b, t, k, d] with those of step i added.
-
-    `keys` and `values` are of all steps, or of no more than those before i, which then grow.
-    """
+    """Runs step i. Returns its state, and the keys and values [steps, b, t, k, d], of all steps or up to this one."""
     embeds, positions, segment_ids, row = inputs
 
     def attend(q: Array, k: Array, v: Array, window: int | None = None) -> Array:

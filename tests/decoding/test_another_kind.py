@@ -18,8 +18,7 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.training.batch import Teacher
 from eagle3_jax.training.kinds.kind import kind_of
 from eagle3_jax.training.metrics import summarise
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
+from eagle3_jax.training.state import init_state, make_eval_step, make_optimizer, make_train_step
 
 pytestmark = pytest.mark.slow
 STEPS, DRAFTS = 40, 3

@@ -14,9 +14,9 @@ from toy import make
 
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device import calls
-from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
+from eagle3_jax.decoding.device.calls import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.hosts import api, row, wire
+from eagle3_jax.decoding.hosts import api, wire
 from eagle3_jax.decoding.hosts.api import follow, lead
 from eagle3_jax.decoding.hosts.wire import HostLost
 from eagle3_jax.decoding.params import SamplingParams
@@ -64,7 +64,7 @@ def lines(monkeypatch):
 
 @pytest.mark.slow
 def test_a_row_on_another_process_answers_alike(toy, lines, monkeypatch):
-    monkeypatch.setattr(row, "_PING", 0.02)
+    monkeypatch.setattr(api, "_PING", 0.02)
     asked: Any = (["hello", "abc", [1, 2, 3]], SamplingParams(max_tokens=20, temperature=0.5, seed=3, top_k=8))
     expected = make(toy).generate(*asked)
     follower = threading.Thread(target=follow, args=([make(toy)], [(0,), (1,)]))
@@ -90,7 +90,7 @@ def test_reports_end_quietly_with_their_connection(lines):
 
 @pytest.mark.parametrize("end", ["is gone", "fell silent for 0 s"])
 def test_a_process_that_is_lost_ends_requests_with_an_error(toy, lines, end, monkeypatch):
-    monkeypatch.setattr(row, "_PING", 0.02)
+    monkeypatch.setattr(api, "_PING", 0.02)
     monkeypatch.setattr(wire, "PATIENCE", 60 if end == "is gone" else 0.3)
     lost: list[HostLost] = []
     with lead([make(toy)], [(0,), (1,)], lost.append) as (_, engine):

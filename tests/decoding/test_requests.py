@@ -17,7 +17,7 @@ from toy import following as following_of
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import loop, scheduler
 from eagle3_jax.decoding.choice import tiers
-from eagle3_jax.decoding.choice.tier_choice import TierChoice
+from eagle3_jax.decoding.choice.tiers import TierChoice
 from eagle3_jax.decoding.device import calls, programs, shapes
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine

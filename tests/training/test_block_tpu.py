@@ -18,8 +18,7 @@ from eagle3_jax.mesh import batch_sharding, shardings
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.fsdp import TRAINED_SHARDING_RULES
 from eagle3_jax.training.kinds.block import BlockHead, DFlash2Kind, DFlashKind, DSparkKind
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import TrainState, make_train_step
+from eagle3_jax.training.state import TrainState, make_optimizer, make_train_step
 
 pytest.importorskip("libtpu")
 

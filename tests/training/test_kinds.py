@@ -17,8 +17,7 @@ from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.kinds.kind import kind_of
 from eagle3_jax.training.metrics import summarise
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
+from eagle3_jax.training.state import init_state, make_eval_step, make_optimizer, make_train_step
 
 # Those that learn of any states; Gemma 4's assistant needs its target (test_assistant.py).
 KINDS = [name for name in trained() if name != "assistant"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eagle3_jax.config import TrainConfig
-from eagle3_jax.training.losses import teacher_mask, ttt_loss
+from eagle3_jax.training.losses import states_loss, teacher_mask
 from eagle3_jax.training.ttt import training_time_test
 
 CONFIG = TrainConfig(ttt_steps=3, row_length=24, loss_block=8)
@@ -45,6 +45,11 @@ def shift_form(head, teacher, batch, config):
         counts.append(mask.sum())
         target, label, mask = shift_left(target), np.append(label[1:], -1), shift_left(mask)
     return total, hits, counts
+
+
+def ttt_loss(head, teacher, batch, config):
+    states = training_time_test(head, teacher.embed, batch, config.ttt_steps)
+    return states_loss(head.lm_head[...], states, teacher, batch, config)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.training.operations import products, utilisation
+from eagle3_jax.training.metrics import products, utilisation
 
 A, B = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((3, 5), jnp.float32)
 ONCE = 2 * 2 * 3 * 5

@@ -8,7 +8,7 @@ import optax
 
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.mesh import parameter_path
-from eagle3_jax.training.optimizer import groups, learning_rate, make_optimizer
+from eagle3_jax.training.state import groups, learning_rate, make_optimizer
 
 
 def test_muon_takes_the_matrices_and_all_parameters_move_at_the_rate(head):

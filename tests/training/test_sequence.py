@@ -15,8 +15,7 @@ from eagle3_jax.sequence import Split
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch
 from eagle3_jax.training.kinds.eagle3 import Eagle3
 from eagle3_jax.training.kinds.kind import kind_of
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import _gradients, init_state, make_eval_step
+from eagle3_jax.training.state import _gradients, init_state, make_eval_step, make_optimizer
 
 CONFIG = TrainConfig(ttt_steps=3, batch_size=4, row_length=64, loss_block=16)
 # Documents within a piece, over the edge of two pieces, and over whole rows; padding within a piece and over several.

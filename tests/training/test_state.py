@@ -16,8 +16,7 @@ from eagle3_jax.models.fp8 import Fp8
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES
 from eagle3_jax.training.checkpoint import Checkpoints, load_head
 from eagle3_jax.training.kinds.eagle3 import Eagle3
-from eagle3_jax.training.optimizer import learning_rate, make_optimizer
-from eagle3_jax.training.state import init_state, make_train_step
+from eagle3_jax.training.state import init_state, learning_rate, make_optimizer, make_train_step
 
 CONFIG = TrainConfig(ttt_steps=3, batch_size=4, row_length=16, loss_block=16, learning_rate=1e-2)
 

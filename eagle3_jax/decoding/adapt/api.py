@@ -12,33 +12,20 @@ from eagle3_jax.models.drafts.head import Draft
 
 @dataclasses.dataclass
 class AdaptStats:
-    """What a live head has learnt since the engine was made.
+    """What a live head has learnt since the engine was made."""
 
-    Attributes:
-        requests: ended requests that entered the ring.
-        tokens: tokens in the ring now.
-        steps: training steps, those rolled back included.
-        loss: of the latest step; NaN before the first.
-        heads: heads that were judged better (cross entropy, and drafts accepted) and draft since.
-        rollbacks: heads that were not: of higher cross entropy on the held-back requests, or NaN.
-        new_tokens: tokens that took a place in the draft vocabulary.
-        tau_before, tau_after: tokens per round, replayed on the held-back requests of the latest judgement: of the head
-            that drafted before it, and of the one since; NaN before the first.
-        seconds: time of steps and judgements.
-        share: their share of the engine's time in the last minutes.
-    """
-
-    requests: int = 0
-    tokens: int = 0
-    steps: int = 0
-    loss: float = float("nan")
-    heads: int = 0
-    rollbacks: int = 0
-    new_tokens: int = 0
+    requests: int = 0  # that ended and entered the ring
+    tokens: int = 0  # in the ring now
+    steps: int = 0  # of training, those rolled back included
+    loss: float = float("nan")  # of the latest step
+    heads: int = 0  # that were judged better (cross entropy, and drafts accepted) and draft since
+    rollbacks: int = 0  # heads that were not: of higher cross entropy on the held-back requests, or NaN
+    new_tokens: int = 0  # that took a place in the draft vocabulary
+    # Tokens per round, replayed on the held-back requests of the latest judgement: of the head before it, and since.
     tau_before: float = float("nan")
     tau_after: float = float("nan")
-    seconds: float = 0.0
-    share: float = 0.0
+    seconds: float = 0.0  # of steps and judgements
+    share: float = 0.0  # of the engine's time in the last minutes
 
 
 @runtime_checkable

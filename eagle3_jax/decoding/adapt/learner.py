@@ -34,8 +34,7 @@ from eagle3_jax.runs import disk, manifest
 from eagle3_jax.training.batch import Teacher
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints
 from eagle3_jax.training.kinds.kind import named
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import TrainState, init_state, make_eval_step, make_train_step
+from eagle3_jax.training.state import TrainState, init_state, make_eval_step, make_optimizer, make_train_step
 
 _log = logging.getLogger(__name__)
 
@@ -59,24 +58,19 @@ _FOREVER = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True)
-class _Judged:
-    """A head on the held-back requests: its mean cross entropy, and the tokens of a round, replayed.
-
-    `accepted` are the drafts of a chain that are accepted at temperature 1, over all positions. Chance moves it far
-    less than tau, which counts the few rounds. Block heads have no such figure, and tau's drafts instead.
-    """
-
-    cross_entropy: float
-    tau: float
+class _Judged:  # a head, on the held-back requests
+    cross_entropy: float  # mean
+    tau: float  # tokens of a round, replayed
+    # Drafts of a chain accepted at temperature 1, over all positions. Chance moves it far less than tau, which counts
+    # the few rounds. Block heads have no such figure, and tau's drafts instead.
     accepted: float
 
 
 class HeadLearner:
     """Learns from ended requests, between dispatches, on the devices of the engine's target, all of this process.
 
-    The draft is a head of EAGLE-3, or a block head; `identity` is the target's, for the manifest of `config.folder`.
-    Raises ValueError: another kind of draft, or a folder without an identity. LockError, ManifestError: another process
-    has the folder, or it holds other work.
+    `identity` is the target's, for the manifest of `config.folder`. Raises ValueError: a kind of draft that does not
+    learn, or a folder without an identity. LockError, ManifestError: another process has the folder, or other work.
     """
 
     def __init__(
@@ -144,10 +138,7 @@ class HeadLearner:
         return Draft(jax.tree.map(lambda x: x.astype(self._dtype), head), self._token_ids)
 
     def teach(self, embed: Any, lm_head: Any) -> None:
-        """Learns from another target from now on.
-
-        Its embeddings stay; its LM head, None where the embeddings are, may be donated afterwards.
-        """
+        """Learns from another target; its LM head, None where the embeddings are, may be donated afterwards."""
         embed = dense(embed)
         self._known, self._output_rows = {}, embed if lm_head is None else jnp.copy(dense(lm_head))
         self._teacher = self._teacher_of(embed.astype(_dtype(embed.dtype)), self._token_ids)
@@ -185,8 +176,7 @@ class HeadLearner:
     def learn(self, busy: float, idle: float, wait: Callable[[], None]) -> Draft | None:
         """Takes a step, if the time allows it. Returns a better head, to draft from now on.
 
-        `busy`, `idle`: seconds of the engine's work since the last call, and without any. `wait` waits for what the
-        device works at, whose time is not learning's.
+        `busy`, `idle`: seconds of the engine's work since the last call, and without any. `wait` waits for the device.
         """
         stats, config = self.stats, self._config
         faded = 0.5 ** ((busy + idle) / _HALF_LIFE)
@@ -220,10 +210,7 @@ class HeadLearner:
         return new if vocab.coverage(counts, new) > vocab.coverage(counts, ids) + _MISSING else None
 
     def _renew(self, token_ids: Int32[np.ndarray, " dv"]) -> bool:
-        """Moves the head to another draft vocabulary, unless fewer of the held-back requests' tokens are then accepted.
-
-        Cross entropies over two vocabularies do not compare.
-        """
+        """Moves the head to another draft vocabulary, unless fewer of the held-back requests' drafts are accepted."""
         assert self._compiled is not None
         move, old, stats = self._compiled[2], self._token_ids, self.stats
         places = vocabulary.places(np.asarray(old), token_ids)
@@ -269,10 +256,9 @@ class HeadLearner:
         return False
 
     def _is_better(self) -> tuple[bool | None, float]:
-        """Compares the head with the one that drafts, on the held-back requests.
+        """Compares the head with the one that drafts: is its cross entropy lower, and are as many drafts accepted?
 
-        Returns whether its cross entropy is lower and as many of its drafts are accepted; None where fewer are yet, so
-        that it goes on learning. And the gain, as a share of the tokens of a round at temperature 1.
+        None where fewer are yet, so that it goes on learning. And the gain, as a share of a round's tokens.
         """
         before = self._judged(self._served.head, self._teacher, self._known)
         after = self._judged(self._state.head, self._teacher, known := {})
@@ -312,7 +298,6 @@ class HeadLearner:
 
 
 def training(config: AdaptConfig) -> TrainConfig:
-    """Returns the settings of its training step."""
     shared = {name: getattr(config, name) for name in ("ttt_steps", "batch_size", "row_length", "learning_rate")}
     block = math.gcd(config.row_length, 128)
     return TrainConfig(**shared, loss_block=block, loss_reduction="mask", warmup_ratio=0.0)

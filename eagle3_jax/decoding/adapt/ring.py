@@ -16,10 +16,7 @@ from eagle3_jax.training.batch import Batch
 
 
 class Ring:
-    """The newest tokens, the oldest overwritten: states on the device, token ids in the host's memory.
-
-    It has rows of `length` tokens, and states of the widths `aux` and `hidden`.
-    """
+    """The newest tokens, in rows of `length`: states, `aux` and `hidden` wide, on the device, ids in host memory."""
 
     def __init__(self, rows: int, length: int, aux: int, hidden: int, sharding: Sharding) -> None:
         self.length, self._end, self._at, self._documents = length, rows * length, 0, 0
@@ -31,8 +28,7 @@ class Ring:
     def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
         """Copies a request's states: `observed` has those of all `token_ids` from `first` on, at most `length`.
 
-        Where the answer's first token, at position `answer`, is not copied, the first one copied is taken for the
-        prompt, so that `replay` finds where the answer opens.
+        The first token is taken for the prompt's, even behind position `answer`: `replay` finds where an answer opens.
         """
         count = len(token_ids) - first
         if self._at + count > self._end:
@@ -98,7 +94,6 @@ class Ring:
 def _copy(
     states: Observed, observed: Observed, slot: Int[Array, ""], first: Int[Array, ""], at: Int[Array, ""], length: int
 ) -> Observed:
-    """Copies `length` positions of a slot, from `first` on, to place `at`."""
     source = (first + jnp.arange(length)) % observed.argmax.shape[1]
 
     def put(held: Array, new: Array) -> Array:

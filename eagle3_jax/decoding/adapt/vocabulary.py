@@ -51,9 +51,8 @@ def places(old: Int32[np.ndarray, " dv"], new: Int32[np.ndarray, " dv"]) -> Int3
 def make_move(names: Sequence[str], mesh: Mesh) -> jax.stages.Wrapped:
     """Makes the jitted step that moves a head to another draft vocabulary; `names` of it have a row for each token.
 
-    It takes the state; `places`; and the target's LM head, [draft vocabulary, H], at the old vocabulary and at the new
-    one. It returns the state: tokens keep their rows and moments, and a new token's moments are zero. A move counts as
-    a step, so that a checkpoint can follow.
+    It takes the state, `places`, and the target's LM head at the old vocabulary and at the new one. Tokens keep their
+    rows and moments; a new token's moments are zero. A move counts as a step, so that a checkpoint can follow.
     """
 
     @jax.jit
@@ -80,7 +79,6 @@ def make_move(names: Sequence[str], mesh: Mesh) -> jax.stages.Wrapped:
 
 
 def _fitted(inputs: Float[Array, "dv h1"], outputs: Float[Array, "dv f"]) -> Float[Array, "h1 f"]:
-    """Returns the linear map from inputs to outputs, by ridge regression."""
     gram = inputs.T @ inputs
     gram += _RIDGE * jnp.trace(gram) / len(gram) * jnp.eye(len(gram))
 
@@ -92,5 +90,4 @@ def _fitted(inputs: Float[Array, "dv h1"], outputs: Float[Array, "dv f"]) -> Flo
 
 
 def _with_one(rows: Float[Array, "dv h"]) -> Float[Array, "dv h1"]:
-    """Appends the fit's constant."""
     return jnp.concatenate([rows.astype(jnp.float32), jnp.ones((len(rows), 1))], axis=1)

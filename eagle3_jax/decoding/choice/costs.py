@@ -25,18 +25,11 @@ _measuring = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds that rounds take.
+    """Seconds that rounds take."""
 
-    Attributes:
-        rounds: a round of each tier, by name, where sequences are `Sizes.measured_length` tokens long.
-        waking: a rested head reads the tokens that it missed.
-        growth: what a token more in every sequence adds to a round, by name; a missing one adds nothing.
-        length: the tokens of `rounds`.
-    """
-
-    rounds: dict[str, float]
-    waking: float
-    growth: dict[str, float] = dataclasses.field(default_factory=dict)
+    rounds: dict[str, float]  # of each tier, by name, where sequences are `length` tokens long
+    waking: float  # a rested head reads the tokens that it missed
+    growth: dict[str, float] = dataclasses.field(default_factory=dict)  # by a token more in every sequence
     length: int = 0
 
 
@@ -111,12 +104,8 @@ def round_costs(
 
 
 def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: Callable[[], Costs]) -> Costs:
-    """Reads the folder's costs for this key, or measures and keeps them; all processes take those of process 0.
-
-    One thread of a process measures at a time: replicas would disturb each other, and find what the first one kept.
-    None keeps nothing; a folder that cannot be written keeps nothing, with a warning.
-    """
-    with _measuring:
+    """Reads the folder's costs for this key, or measures and keeps them if it can; all processes take process 0's."""
+    with _measuring:  # replicas would disturb each other, and find what the first one kept
         kept = None if folder is None else processes.agree(lambda: _read(folder, key))
         if kept is None:
             measured = dataclasses.asdict(measure())

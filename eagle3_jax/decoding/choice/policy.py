@@ -1,10 +1,9 @@
 """The policy that chooses each dispatch's tier: most expected tokens a second, with a budget for trying others.
 
-A tier is a way to run a round: without drafts, with a chain, with a tree. The cost of its round was measured; its
-acceptance is learned while requests run. The policy takes the best ratio of expected tokens to cost. Other tiers are
-tried now and then, for a fixed share of the time: acceptance changes with the text, and a belief that is never tested
-stays wrong. Costs belong to a width (rows of the program), acceptance to the text. All is arithmetic on the host with
-the measured costs as its clock, so that all processes of a mesh decide alike.
+A tier is a way to run a round: without drafts, with a chain, with a tree. The cost of its round was measured, at each
+width; its acceptance is learned while requests run. Other tiers are tried now and then, for a fixed share of the time:
+acceptance changes with the text. All is arithmetic on the host with the measured costs as its clock, so that all
+processes of a mesh decide alike.
 """
 
 from __future__ import annotations
@@ -44,21 +43,13 @@ class Price(NamedTuple):
 
 @dataclasses.dataclass
 class Acceptance:
-    """What is known of one request's drafts.
+    """What is known of one request's drafts."""
 
-    Attributes:
-        unread: tokens decoded while the head rested, at the last report.
-        resting: whether rounds were dispatched without the head, and no catch-up since.
-        in_prefix: whether the request shares pages of an earlier one that the head never read.
-        accepted: accepted drafts, by source.
-        expected: drafts that an average request would have accepted, by source.
-    """
-
-    unread: int = 0
-    resting: bool = False
-    in_prefix: bool = False
-    accepted: dict[str, float] = dataclasses.field(default_factory=dict)
-    expected: dict[str, float] = dataclasses.field(default_factory=dict)
+    unread: int = 0  # tokens decoded while the head rested, at the last report
+    resting: bool = False  # whether rounds were dispatched without the head, and no catch-up since
+    in_prefix: bool = False  # whether the request shares pages of an earlier one that the head never read
+    accepted: dict[str, float] = dataclasses.field(default_factory=dict)  # drafts, by source
+    expected: dict[str, float] = dataclasses.field(default_factory=dict)  # those of an average request, by source
 
     @property
     def lost(self) -> bool:
@@ -76,9 +67,8 @@ class Acceptance:
 class TierPolicy:
     """Chooses tiers, and learns from accepted drafts. The first tier is vanilla decoding.
 
-    Args:
-        costs: width -> tier -> price of a round with drafts, for the tiers in use there; vanilla decoding always.
-        waking: width -> seconds that a rested head needs to read the tokens it missed.
+    `costs`: width -> tier -> price of a round with drafts, for the tiers in use there, vanilla decoding always.
+    `waking`: width -> seconds that a rested head needs to read the tokens it missed.
     """
 
     def __init__(
@@ -101,10 +91,7 @@ class TierPolicy:
         self.costs = {**self.costs, **costs}  # last: a width with costs is taken
 
     def accepted(self, tier: int) -> float:
-        """Estimates the drafts a round that an average request accepts.
-
-        A tier without observations has its guess, scaled by the observations of other tiers of the same source.
-        """
+        """Estimates the drafts a round that an average request accepts, by guesses and its source's observations."""
         source = self.tiers[tier].source
         seen = [i for i, other in enumerate(self.tiers) if other.source == source]
         guessed = sum(self._rounds[i] * self.tiers[i].guess for i in seen)
@@ -122,12 +109,9 @@ class TierPolicy:
         length: float = 0.0,
         retired: Collection[str] = (),
     ) -> int:
-        """Chooses the tier of the next dispatch, of so many rounds in `width` rows.
+        """Chooses the tier of the next dispatch, of so many rounds in `width` rows, but none of a `retired` source.
 
-        Args:
-            behind: whether the head has not read all tokens of the requests.
-            length: mean number of tokens of the requests, with their prompts.
-            retired: sources whose tiers are not taken.
+        `behind`: the head has not read all tokens of the requests. `length`: their mean number of tokens, with prompts.
         """
         self._dispatches += 1
         known = self.known(width, length)
@@ -183,7 +167,6 @@ class TierPolicy:
                 counts[taken.source] = counts.get(taken.source, 0.0) + value
 
     def _tokens(self, tier: int, requests: Sequence[Acceptance]) -> float:
-        """Estimates the tokens of a round."""
         taken, mean = self.tiers[tier], self.accepted(tier)
         return sum((1 + min(mean * request.factor(taken), taken.depth) for request in requests), 0.0)
 

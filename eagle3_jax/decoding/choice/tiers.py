@@ -1,18 +1,19 @@
-"""The tiers of an engine: those of its trees, or the default ones of its draft.
+"""The tiers of an engine, and the choice of each dispatch's: the policy's where costs are known, else the default.
 
-A fixed tree is one tier. Otherwise there are several, vanilla decoding among them.
+A fixed tree is one tier; else there are vanilla decoding and those of its trees or its draft.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.config.checks import require
-from eagle3_jax.decoding.choice.tier_choice import TierChoice
+from eagle3_jax.decoding.choice.costs import Costs
+from eagle3_jax.decoding.choice.policy import Acceptance, Price, TierPolicy
 from eagle3_jax.decoding.params import is_number
 from eagle3_jax.decoding.tier import VANILLA, Tier
 from eagle3_jax.models.drafts.head import CHAIN as FIRST
@@ -20,6 +21,14 @@ from eagle3_jax.models.drafts.head import TREES, Draft, Head
 from eagle3_jax.models.target_config import ModelConfig
 
 _log = logging.getLogger(__name__)
+
+# Largest share of its drafts that a tier may need accepted to pay (2 of a chain of 3). A tier that needs more is not
+# compiled.
+_MOST = 2 / 3
+# Acceptance length below which a head is useless, and the rounds of single requests that show it.
+USELESS = 1.05
+_ROUNDS_TO_TELL = 256
+_MANY = 2**20  # tokens of a context whose attention takes all the time
 
 LOOKUP = Tier(DraftTree(num_steps=8, num_draft_tokens=9, lookup_tokens=8), head=False)
 CHAIN = Tier(FIRST, head=True)
@@ -85,3 +94,93 @@ def _check(draft: Draft, target: ModelConfig, trees: Sequence[DraftTree]) -> Non
         require(tree.topk <= most, "tree.topk", tree.topk, f"at most {name}, {most}")
         fits = deepest is None or tree.num_steps <= deepest
         require(fits, "tree.num_steps", tree.num_steps, f"at most the head's {deepest}")
+
+
+class TierChoice:
+    """The choice of each dispatch's tier: vanilla decoding first, where there are several.
+
+    `default` is the tier until costs are known; any thread may set it.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], default: Tier) -> None:
+        self.tiers, self.default = tuple(tiers), default
+        self.dispatches = {tier.name: 0 for tier in tiers}  # their number
+        self.pinned: Tier | None = None  # of all dispatches, for measurements; None leaves the choice
+        self.latest: str | None = None  # name of the latest tier
+        self._policies: dict[bool, TierPolicy] = {}  # by whether all requests are greedy; empty without costs
+        self.renew()
+
+    def renew(self) -> None:
+        """Forgets the acceptance of the replaced head, and lets the new one draft."""
+        self._drafted_rounds = self._accepted = 0
+        self._told = False
+        self._retired: set[str] = set()  # sources of drafts; kept here, since there may be no policies yet
+
+    def price(self, costs: Mapping[int, Costs], *, greedy: bool) -> None:
+        """Sets tiers' costs at some widths, of greedy requests or others; there tiers without any are not taken."""
+        rounds = {
+            width: {
+                i: Price(known.rounds[tier.name], known.growth.get(tier.name, 0.0), known.length)
+                for i, tier in enumerate(self.tiers)
+                if tier.name in known.rounds
+            }
+            for width, known in costs.items()
+        }
+        waking = {width: known.waking for width, known in costs.items()}
+        self._policies.setdefault(greedy, TierPolicy(self.tiers, {}, {})).price(rounds, waking)
+
+    def useful(self, costs: Costs) -> Costs:
+        """Keeps the tiers that, with most drafts accepted, beat vanilla decoding beside a short or a long context."""
+
+        def pays(tier: Tier, tokens: int) -> bool:
+            fastest, seconds = (
+                known[name] + costs.growth.get(name, 0.0) * tokens for name in (self.tiers[0].name, tier.name)
+            )
+            return seconds <= fastest * (1 + _MOST * tier.depth)
+
+        known = costs.rounds
+        kept = {x.name for x in self.tiers if x.name in known and any(pays(x, tokens) for tokens in (0, _MANY))}
+        return replace(costs, rounds={name: seconds for name, seconds in known.items() if name in kept})
+
+    def choose(
+        self, requests: Sequence[Acceptance], *, greedy: bool, width: int, drafts: bool = True, **asked: Any
+    ) -> Tier:
+        """Chooses the tier of the next dispatch, see `TierPolicy.choose`; `drafts`: whether any request wants them."""
+        if self.pinned is not None:
+            tier = self.pinned
+        elif not drafts:
+            tier = VANILLA
+        elif (policy := self._policies.get(greedy)) and width in policy.costs:
+            tier = self.tiers[policy.choose(requests, width=width, retired=self._retired, **asked)]
+        else:
+            tier = VANILLA if self._retired else self.default
+        self.dispatches[tier.name] += 1
+        self.latest = tier.name
+        return tier
+
+    def learn(self, tier: Tier, seen: Sequence[tuple[Acceptance, int, int]], drafted: int, *, greedy: bool) -> None:
+        """Learns from a dispatch: each request's acceptance, rounds, accepted drafts; the `drafted` rounds of all."""
+        if self.pinned is None and (policy := self._policies.get(greedy)):
+            policy.learn(self.tiers.index(tier), seen, drafted)
+        if tier.head and not tier.copies and not self._told:
+            self._watch([(rounds, accepted) for request, rounds, accepted in seen if not request.lost])
+
+    def _watch(self, seen: Sequence[tuple[int, int]]) -> None:
+        """Warns once of a useless head, and lets it rest where there is a choice."""
+        self._drafted_rounds += sum(rounds for rounds, _ in seen)
+        self._accepted += sum(accepted for _, accepted in seen)
+        if self._drafted_rounds < _ROUNDS_TO_TELL:
+            return
+        self._told = True
+        length = 1 + self._accepted / self._drafted_rounds
+        if length >= USELESS:
+            return
+        if VANILLA in self.tiers:
+            self._retired.add("head")
+        _log.warning(
+            "draft head: acceptance length %.2f over %d rounds, expected well above 1. Answers are right, but drafts "
+            "are of no use: was the head trained for this target, its aux layers and its chat template? %s",
+            length,
+            self._drafted_rounds,
+            "It rests from now on." if self._retired else "It goes on drafting: no other tier was asked for.",
+        )

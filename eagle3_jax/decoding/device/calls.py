@@ -9,23 +9,46 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.rounds.sampling import Rows
+from eagle3_jax.decoding.rounds.sampling import Rows, entry
+from eagle3_jax.decoding.rounds.state import TRASH, RequestRows
 from eagle3_jax.decoding.tier import RoundPlan, Tier
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import TargetModel
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """Target and draft as a flat list of arrays, which JAX flattens ten times as fast as modules, in every call."""
+
+    leaves: Sequence[Any]
+    structure: Any
+
+    @classmethod
+    def of(cls, target: TargetModel, draft: Draft | None) -> Models:
+        return cls(*jax.tree.flatten((target, draft)))
+
+    def modules(self) -> tuple[TargetModel, Draft | None]:
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
+        return self.leaves, self.structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: Any, leaves: Sequence[Any]) -> Models:
+        return cls(leaves, structure)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A program's arguments from the host, arrays of bool or of 32 bits in any pytree: one array, and so one transfer.
-
-    `bits` are those of all arrays; `form` is the pytree, and each array's shape and dtype.
-    """
+    """A program's arguments from the host, arrays of bool or of 32 bits in any pytree, as one array: one transfer."""
 
     bits: Int[Rows, " n"]
+    # The pytree, and each array's shape and dtype.
     form: tuple[Any, tuple[tuple[tuple[int, ...], np.dtype], ...]] = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -46,18 +69,62 @@ class Packed:
         return jax.tree.unflatten(tree, leaves)
 
 
-class Call(NamedTuple):
-    """A call of one of the programs.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptChunk:
+    """A stretch of a prompt in each of r rows, and the settings of its request.
 
-    Attributes:
-        name: the program's, in `programs`, and that of the function here which makes the call.
-        form: the arguments of this function that make it a program of its own.
-        sent: the program's arguments behind models and state.
+    A row may continue the one before it with the next stretch of the same prompt.
     """
 
-    name: str
-    form: dict[str, Any]
-    sent: Packed
+    slots: Int[Rows, " r"]  # of each request; the batch's size for no request
+    tokens: Int[Rows, "r t"]  # the stretch, padded on the right, and one more column: the token after each
+    starts: Int[Rows, " r"]  # first position
+    counts: Int[Rows, " r"]  # tokens of the stretch
+    ends: Bool[Rows, " r"]  # whether the prompt ends with it; only then the request joins the state
+    page_table: Int[Rows, "r pages"]  # pages of each request; `TRASH` after its pages
+    requests: RequestRows
+
+    @classmethod
+    def stretch(
+        cls,
+        sizes: Sizes,
+        length: int,
+        slot: int,
+        prompt: Sequence[int],
+        start: int,
+        pages: Sequence[int],
+        request: RequestRows,
+        stop: int | None = None,
+    ) -> PromptChunk:
+        """Makes one row, on the host: `length` tokens of a prompt from `start` on, fewer before `stop` or its end."""
+        end = min(start + length, len(prompt) if stop is None else stop)
+        part = prompt[start : start + length + 1]
+        return cls(
+            slots=entry(slot, np.int32),
+            tokens=entry([*part, *[0] * (length + 1 - len(part))], np.int32),
+            starts=entry(start, np.int32),
+            counts=entry(end - start, np.int32),
+            ends=entry(0 < len(prompt) <= end, bool),
+            page_table=entry([*pages, *[TRASH] * (sizes.columns - len(pages))], np.int32),
+            requests=request,
+        )
+
+    @classmethod
+    def of(cls, stretches: Sequence[PromptChunk], rows: int, length: int, sizes: Sizes) -> PromptChunk:
+        """Joins stretches of up to `length` tokens, and fills up with rows of no request."""
+        nobody = RequestRows.nobody()
+        blank = cls.stretch(sizes, length, slot=sizes.batch, prompt=(), start=0, pages=(), request=nobody)
+        padded = [*stretches, *[blank] * (rows - len(stretches))]
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *padded)
+
+
+class Call(NamedTuple):
+    """A call of one of the programs."""
+
+    name: str  # the program's, in `programs`, and that of the function here which makes the call
+    form: dict[str, Any]  # the arguments of this function that make it a program of its own
+    sent: Packed  # the program's arguments behind models and state
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -112,7 +179,6 @@ def rehearse(length: int) -> Call:
 def _rows(
     sizes: Sizes, cancelled: Collection[int], slots: Sequence[int], width: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Makes `cancelled` and `slots` of `programs.decode`."""
     ended = np.zeros(sizes.batch, bool)
     ended[list(cancelled)] = True
     if width == sizes.batch:

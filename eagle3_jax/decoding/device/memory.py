@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.calls import Models
 from eagle3_jax.decoding.device.shapes import ROUNDS, Sizes
 from eagle3_jax.decoding.params import MAX_LOGPROBS
 from eagle3_jax.decoding.rounds.observed import Observed
@@ -67,10 +67,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
 def tokens_that_fit(
     target: TargetModel, draft: Draft | None, memory_fraction: float, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any
 ) -> int:
-    """Returns the tokens that fit into the caches in this share of the device's memory, beside weights and other state.
-
-    Of `sizes` the caches' do not matter. Raises ValueError: the device does not tell its memory, as CPUs do not.
-    """
+    """Returns the tokens that fit into caches in this share of a device's memory. Raises ValueError: it is unknown."""
     mesh = mesh_of(target.embed[...])
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     memory = device.memory_stats() or {}

@@ -1,8 +1,7 @@
 """The engine's programs: a fixed set, whatever the traffic.
 
-Prefill reads a stretch of a few prompts (one program for each of a few shapes). Decode runs rounds of the current
-requests (one program for each of a few widths and each way to draft). The state is donated, so caches are written in
-place. A dispatch takes what the host says as one array of int32 (`Packed`), and returns what the host needs as another.
+Prefill has a program for each of a few shapes; decode one for each of a few widths and each way to draft. The state is
+donated, so caches are written in place. A dispatch takes one array of int32 (`Packed`), and returns another.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from eagle3_jax.decoding.device import report as reports
-from eagle3_jax.decoding.device.calls import Packed
-from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
+from eagle3_jax.decoding.device.calls import Models, Packed, PromptChunk
 from eagle3_jax.decoding.device.shapes import ROUNDS
 from eagle3_jax.decoding.rounds.prefill import read
 from eagle3_jax.decoding.rounds.round import run_rounds
@@ -58,10 +55,7 @@ def _program(function: Callable[..., Any]) -> Any:
 
 @_program
 def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, Int[Array, "r report"]]:
-    """Reads a stretch of some prompts; prompts that end with it join the batch.
-
-    Returns the state, and one row per request: see `report.of_prefill`.
-    """
+    """Reads a stretch of some prompts; those that end with it join the batch. Returns `report.of_prefill` too."""
     target, draft = models.modules()
     assert state.token_counts is not None
     assert state.logprobs is not None
@@ -180,13 +174,11 @@ def _take(state: State, cancelled: Bool[Array, " b"], slots: Int[Array, " r"] | 
     return whole, dataclasses.replace(taken, done=taken.done | (slots == batch), states=states)
 
 
-def _own_states(slots: Int[Array, " r"], batch: int) -> Int[Array, " r"]:
-    """Returns the slots of states; the batch's size, which stands for no request, is out of range."""
+def _own_states(slots: Int[Array, " r"], batch: int) -> Int[Array, " r"]:  # no request's is out of range
     return jnp.where(slots == batch, jnp.iinfo(jnp.int32).max, slots)
 
 
 def _put_back(whole: State, state: State, slots: Int[Array, " r"] | None) -> State:
-    """Puts the rows of `_take`, and their caches, back into the whole batch."""
     if slots is not None:
         back = jax.tree.map(lambda all_, new: all_.at[slots].set(new, mode="drop"), _rows(whole), _rows(state))
         state = dataclasses.replace(state, **back)
@@ -194,7 +186,6 @@ def _put_back(whole: State, state: State, slots: Int[Array, " r"] | None) -> Sta
 
 
 def _rows(state: State) -> dict[str, Any]:
-    """Returns the fields whose first axis is the batch."""
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name not in _POOLS}
 
 

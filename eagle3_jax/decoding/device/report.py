@@ -1,8 +1,7 @@
 """The report of a dispatch: the columns that a program packs on the device and the host reads.
 
-A program returns one array of int32 with one row per request, so that the host makes one transfer per dispatch. No
-other place knows where each column lies. Those of log-probabilities come last: a reader without need of them leaves
-them out (`best` None).
+A program returns one array of int32 with one row per request: one transfer per dispatch. The columns of
+log-probabilities come last: a reader without need of them leaves them out (`best` None).
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ def of_decode(steps: int, nodes: int, best: int | None) -> np.dtype:
 
 
 def _logprobs(tokens: int, best: int | None) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Returns the columns of `TokenLogprobs`."""
     if best is None:
         return []
     values, each = (tokens,), (tokens, best)
@@ -57,23 +55,16 @@ def pack(columns: np.dtype, **values: Array) -> Int[Array, "b width"]:
 
 
 def _read(columns: np.dtype, row: Int[np.ndarray, " width"]) -> Any:
-    """Reads the columns of one request by name, on the host."""
     return row[: columns.itemsize // row.itemsize].view(columns)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundTree:
-    """The tree that one round drafted.
+    """The tree that one round drafted."""
 
-    Attributes:
-        token_ids: the root, which was chosen before, and the drafts.
-        parents: node indices; -1 for the root.
-        accepted: the root and the drafts that the target accepted.
-    """
-
-    token_ids: list[int]
-    parents: list[int]
-    accepted: list[bool]
+    token_ids: list[int]  # the root, which was chosen before, and the drafts
+    parents: list[int]  # node indices; -1 for the root
+    accepted: list[bool]  # the root and the drafts that the target accepted
 
     @classmethod
     def of(cls, row: Int[np.ndarray, "3 n"]) -> RoundTree:
@@ -87,26 +78,18 @@ class RoundTree:
 
 @dataclasses.dataclass(frozen=True)
 class Advance:
-    """One dispatch's progress of one request, on the host.
-
-    Attributes:
-        depths: depth of each token's draft; 0 for the target's own.
-        tree: a row of `LastTree` [3, nodes]; None if no round was run.
-        drafted: rounds with drafts.
-        unread: tokens that the head has missed while it rested.
-        logprobs: (of the token, processed, [(token, its own) of the best]) for each token, see `TokenLogprobs`; empty
-            if not requested.
-    """
+    """One dispatch's progress of one request, on the host."""
 
     token_ids: list[int]
-    depths: list[int]
+    depths: list[int]  # of each token's draft; 0 for the target's own
     done: bool
     failed: bool
+    # For each token (its own, processed, [(token, its own) of the best]), see `TokenLogprobs`; empty if not requested.
     logprobs: list[tuple[float, float, list[tuple[int, float]]]]
-    tree: np.ndarray | None = None
+    tree: np.ndarray | None = None  # a row of `LastTree` [3, nodes]; None if no round was run
     rounds: int = 0
-    drafted: int = 0
-    unread: int = 0
+    drafted: int = 0  # rounds with drafts
+    unread: int = 0  # tokens that the head has missed while it rested
     accepted: list[int] = dataclasses.field(default_factory=list)
 
 

@@ -14,9 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.calls import Call
+from eagle3_jax.decoding.device.calls import Call, Models
 from eagle3_jax.decoding.device.memory import empty_state
-from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.decoding.rounds.state import State
@@ -58,19 +57,13 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Runs the programs on the target's devices.
+    """Runs the programs on the target's devices: `mesh`, None is one device.
 
-    Attributes:
-        target: the target, packed on a single CPU device.
-        draft: the draft on the target's devices, packed likewise.
-        few_bits: those of the target, see `quantised_as`.
-        tiers: the tiers of its rounds.
-        mesh: the target's mesh; None is one device.
-        padding: numbers of rows for products of few rows, see `layouts.Padded`; empty until they are measured.
-        widths: rows of the decode programs in use: the whole batch, until narrower ones are compiled.
-        prefill_shapes: (rows, tokens of each) of the prefill programs in use: all, until a warm-up begins.
-        dispatches: number of calls given to the device.
-        compiled: number of programs compiled, by `compile` and by its calls.
+    `target` and `draft` are packed on a single CPU device. `few_bits`: those of the target, see `quantised_as`.
+    `padding`: numbers of rows for products of few rows, see `layouts.Padded`; empty until they are measured. `widths`:
+    rows of the decode programs in use, the whole batch until narrower ones are compiled. `prefill_shapes`: (rows,
+    tokens of each) of the prefill programs in use, all until a warm-up begins. `dispatches`, `compiled`: numbers of
+    calls given to the device, and of programs compiled.
     """
 
     def __init__(
@@ -105,10 +98,7 @@ class ModelRunner:
         self._example: State | None = None  # a state without its memory, for `compile`
 
     def replace_draft(self, draft: Draft) -> None:
-        """Drafts with other weights of the same shapes from now on. The state stays, and the head's caches with it.
-
-        The weights are stored as those before, perhaps rounded to bfloat16, so that nothing is compiled again.
-        """
+        """Drafts with other weights of the same shapes, stored as those before, from now on. The state stays."""
         draft = self._committed(draft) if self.mesh is None else _spread(draft, self.mesh)
         draft = for_inference(draft, self._draft_weights)
         before, self.draft = self.draft, _as_before(self.draft, draft, rounds=True)
@@ -238,10 +228,7 @@ class ModelRunner:
 
 
 def _as_before(before: Any, model: Any, *, rounds: bool) -> Any:
-    """Places the leaves of a model as those of the one before, whose panels may have other scales.
-
-    `rounds` them to the dtypes of that one; else float32 alone is kept where that one has it.
-    """
+    """Places a model's leaves as those before; `rounds` to their dtypes, else keeps float32 where they had it."""
 
     def place(before: jax.Array, leaf: jax.Array) -> jax.Array:
         leaf = leaf.astype(before.dtype) if rounds or before.dtype == jnp.float32 else leaf

@@ -27,25 +27,15 @@ MEASURED_LENGTH = 256
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of what an engine allocates once.
+    """Sizes of what an engine allocates once."""
 
-    Attributes:
-        batch: sequences decoded together.
-        max_length: most tokens of prompt and answer.
-        pages: pages of the caches, without `TRASH`.
-        page_size: in tokens.
-        pages_per_sequence: pages of the longest request, the scratch of a round included.
-        observed: newest tokens of each sequence whose states are kept (`Observed`); 0 keeps none.
-        kept_states: copies of recurrent states, beside those of the batch; None: the target has none.
-    """
-
-    batch: int
-    max_length: int
-    pages: int
-    page_size: int
-    pages_per_sequence: int
-    observed: int = 0
-    kept_states: int | None = None
+    batch: int  # sequences decoded together
+    max_length: int  # most tokens of prompt and answer
+    pages: int  # of the caches, without `TRASH`
+    page_size: int  # in tokens
+    pages_per_sequence: int  # of the longest request, the scratch of a round included
+    observed: int = 0  # newest tokens of each sequence whose states are kept (`Observed`); 0 keeps none
+    kept_states: int | None = None  # copies of recurrent states, beside the batch's; None: the target has none
 
     @classmethod
     def plan(

@@ -1,7 +1,4 @@
-"""The wire between the hosts of an engine: lines of JSON over TCP, among processes that know one secret.
-
-A collective would wait for the device's queue.
-"""
+"""The wire between an engine's hosts: JSON lines over TCP, with one secret; a collective would wait for the device."""
 
 from __future__ import annotations
 
@@ -35,11 +32,7 @@ class HostLost(OSError):
 
 
 class Line:
-    """A connection: lines of JSON. One thread reads, any may send.
-
-    Attributes:
-        name: the host at its other end.
-    """
+    """A connection to the host `name`: lines of JSON. One thread reads, any may send."""
 
     def __init__(self, place: socket.socket, name: str = "") -> None:
         place.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -47,9 +40,8 @@ class Line:
         self._place, self._reader, self._lock = place, place.makefile("rb"), threading.Lock()
 
     def send(self, value: Any) -> None:
-        self.send_line(line_of(value))
-
-    def send_line(self, line: bytes) -> None:
+        """Sends a value, or its line."""
+        line = value if isinstance(value, bytes) else line_of(value)
         with self._lock:
             self._place.sendall(line)
 

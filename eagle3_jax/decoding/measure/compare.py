@@ -38,16 +38,10 @@ class Decoder(Protocol):
 
 @dataclasses.dataclass
 class Tally:
-    """Sums over some prompts.
-
-    Attributes:
-        counts: rounds and accepted drafts of the speculative answers.
-        ties: prompts whose two answers first differ at a near-tie: position, gap and bound (see `near_tie`).
-        mismatches: prompts whose two answers differ elsewhere: first such position.
-    """
+    """Sums over some prompts; `ties` and `mismatches` say where two answers first differ, see `near_tie`."""
 
     prompts: int = 0
-    counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
+    counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)  # of the speculative answers
     tokens: int = 0
     seconds: float = 0.0
     vanilla_tokens: int = 0

@@ -1,8 +1,7 @@
 """Near-ties: greedy answers that differ from vanilla decoding's by rounding alone.
 
-The rounding of a sum may depend on the shape of the pass. So verification of several tokens and a step of one token
-may give slightly different logits, and two almost equal tokens may change places. A recomputation gives both tokens'
-logits again, and their difference is compared with the rounding at this position.
+The rounding of a sum may depend on the shape of the pass: in verification of several tokens two almost equal tokens may
+change places. A recomputation compares their logits' difference with the rounding at this position.
 """
 
 from __future__ import annotations
@@ -27,24 +26,16 @@ _STEP = 64  # prefixes are padded to its multiples, so that few programs are com
 
 @dataclasses.dataclass(frozen=True)
 class NearTie:
-    """The gap between a chosen token's logit and the best one, in float32.
+    """The gap between a chosen token's logit and the best one, in float32."""
 
-    Attributes:
-        gap: distance from the lower of the two chosen tokens to the best token of all.
-        bound: twice the largest rounding of a logit at this position, over all tokens: one token may rise by it and
-            another fall. The rounding is the distance of a pass over the last token alone to one over all tokens in
-            float32. For a float32 target it is 0 where shapes change no bit.
-    """
-
-    gap: float
+    gap: float  # from the lower of the two chosen tokens to the best token of all
+    # Twice the largest rounding of a logit at this position, over all tokens: one token may rise by it and another
+    # fall. The rounding is the distance of a pass over the last token alone to one over all tokens in float32.
     bound: float
 
 
 def near_tie(target: TargetModel, prefix: Sequence[int], tokens: tuple[int, int]) -> NearTie | None:
-    """Measures the gap of two tokens that may both be the argmax after a prefix, within rounding; None if not.
-
-    Processes that share a target all call this, and get the same answer.
-    """
+    """Measures the gap of two tokens that may both be the argmax after a prefix, within rounding; None if not."""
     padded = np.zeros((1, -(-len(prefix) // _STEP) * _STEP), np.int32)
     padded[0, : len(prefix)] = prefix
     with mesh_set(mesh_of(target.embed[...])):
@@ -58,11 +49,7 @@ def near_tie(target: TargetModel, prefix: Sequence[int], tokens: tuple[int, int]
 
 @functools.partial(jax.jit, static_argnums=3)
 def _logits(target: TargetModel, tokens: Int[Array, "1 t"], last: Int[Array, ""], alone: bool) -> Float[Array, " v"]:
-    """Computes the logits of the token after position `last`, by one pass over the whole sequence.
-
-    `alone` reads the last token again behind the others, as vanilla decoding does; else it is one of several rows, as
-    in verification.
-    """
+    """Computes the logits behind position `last`, read `alone` as by vanilla decoding, or as one of several rows."""
     positions = jnp.arange(tokens.shape[1])[None]
     whole = Pass(positions, jnp.zeros(1, jnp.int32), counts=last[None])
     hidden, _, cache = target(tokens, whole, target.empty_cache(1, tokens.shape[1]))

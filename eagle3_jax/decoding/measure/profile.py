@@ -1,7 +1,4 @@
-"""The profile of a round: its stages as programs of their own, and the bytes that it must read.
-
-In ordinary use a round is one program; its stages can be timed only apart. Products of few rows are measured here too.
-"""
+"""The profile of a round: its stages as programs of their own, the bytes that it must read, products of few rows."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from eagle3_jax.decoding.device import calls, shapes
-from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.calls import Models
 from eagle3_jax.decoding.device.runner import ModelRunner
-from eagle3_jax.decoding.rounds.round import Verified, draft_tree, extend, verify_tree
+from eagle3_jax.decoding.rounds.round import draft_tree, extend, verify_tree
 from eagle3_jax.decoding.rounds.state import State
-from eagle3_jax.decoding.rounds.tree import TokenTree
 from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.layouts import bytes_of
@@ -45,34 +41,21 @@ class Round:
     bytes_read: int
 
 
-@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
-def draft_stage(models: Models, state: State, *, tier: Tier) -> tuple[State, TokenTree]:
-    """Runs `draft_tree` for greedy requests."""
-    target, head = models.modules()
-    nodes, state = draft_tree(target, head, state, RoundPlan(tier, greedy=True))
-    return state, nodes
-
-
-@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
-def verify_stage(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tuple[State, Verified]:
-    """Runs `verify_tree`: the target's pass, and the commit."""
-    target, _ = models.modules()
-    verified, state = verify_tree(target, state, nodes, RoundPlan(tier, greedy=True))
-    return state, verified
-
-
-@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
-def extend_stage(models: Models, state: State, verified: Verified, *, tier: Tier) -> State:
-    """Runs `extend`: the head reads true features."""
-    target, head = models.modules()
-    return extend(target, head, state, verified, RoundPlan(tier, greedy=True))
+@functools.partial(jax.jit, static_argnames=("stage", "tier"), donate_argnames="state")
+def run_stage(models: Models, state: State, found: Any, *, stage: str, tier: Tier) -> tuple[State, Any]:
+    """Runs a stage for greedy requests: `draft_tree`, `verify_tree` of its nodes, or `extend` by what it verified."""
+    (target, head), plan = models.modules(), RoundPlan(tier, greedy=True)
+    if stage == "draft":
+        found, state = draft_tree(target, head, state, plan)
+    elif stage == "verify":
+        found, state = verify_tree(target, state, found, plan)
+    else:
+        found, state = None, extend(target, head, state, found, plan)
+    return state, found
 
 
 def measure(runner: ModelRunner, tier: Tier) -> Round:
-    """Profiles a greedy round of this tier and its stages, with all slots busy. Forgets the state.
-
-    The host's part is the time of a dispatch beside its rounds, divided by `shapes.ROUNDS`.
-    """
+    """Profiles a greedy round of this tier, with all slots busy; the host's part is a dispatch's, beside its rounds."""
 
     def dispatch(tier: Tier, count: int) -> None:
         runner.finish(calls.decode(sizes, (), range(batch), count, batch, width=batch, tier=tier))
@@ -97,17 +80,12 @@ def measure(runner: ModelRunner, tier: Tier) -> Round:
 def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, float]]:
     """Measures the median seconds of each stage of greedy rounds, stage by stage. `state` is donated."""
     taken: dict[str, list[float]] = {stage: [] for stage in STAGES}
-
-    def timed(stage: str, call: Callable[[], tuple[State, object]]) -> tuple[State, object]:
-        start = time.perf_counter()
-        result = jax.block_until_ready(call())
-        taken[stage].append(time.perf_counter() - start)
-        return result
-
+    found = None
     for _ in range(_TURNS + 1):
-        state, nodes = timed("draft", functools.partial(draft_stage, models, state, tier=tier))
-        state, verified = timed("verify", functools.partial(verify_stage, models, state, nodes, tier=tier))
-        state, _ = timed("extend", lambda s=state, j=verified: (extend_stage(models, s, j, tier=tier), None))
+        for stage in STAGES:
+            start = time.perf_counter()
+            state, found = jax.block_until_ready(run_stage(models, state, found, stage=stage, tier=tier))
+            taken[stage].append(time.perf_counter() - start)
     return state, {stage: statistics.median(seconds[1:]) for stage, seconds in taken.items()}  # the first one compiled
 
 
@@ -115,9 +93,8 @@ def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: An
     """Counts the bytes that a round must read: weights, once per pass, keys and values in use, and recurrent states.
 
     Embeddings count as a few rows, unless they are the LM head too. Experts count as many as the tokens of a pass may
-    choose, as if no two chose the same. The draft runs once per level of the tree, the last time over the committed
-    tokens; only this pass reads `fc` of an EAGLE-3 head. A block head runs once; its projections of keys and values,
-    which the committed tokens read again, count once. A head's own keys and values are left out.
+    choose, as if no two chose the same. The draft's passes are its `passes`; what it reads once, `read_once`, counts
+    once. A head's own keys and values are left out.
     """
     target, draft = models.modules()
     total = _of_model(target, batch, tier.nodes, length, kv_dtype)
@@ -135,7 +112,6 @@ def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: An
 
 
 def _of_model(model: TargetModel, batch: int, nodes: int, length: int, kv_dtype: Any) -> int:
-    """Counts the bytes of one pass over `nodes` nodes of each sequence."""
     embedding = sum(map(bytes_of, jax.tree.leaves(model.embed))) if hasattr(model, "lm_head") else 0
     token, states = (sum(map(bytes_of, part)) for part in jax.eval_shape(lambda model: _caches(model, kv_dtype), model))
     return _weights(model, model.config, batch * nodes) - embedding + batch * (length * token + states)
@@ -173,16 +149,13 @@ def cheapest_rows(runner: ModelRunner) -> dict[Product, tuple[int, ...]]:
 
 
 def bandwidth() -> float:
-    """Measures the bytes per second that the device reads: a matrix far larger than its caches, times a vector.
-
-    The host waits once for products of each other: a fast device reads the matrix in less time than an answer takes.
-    """
+    """Measures the bytes per second that the device reads: a matrix far larger than its caches, times a vector."""
     matrix, vector = jnp.zeros((_SIDE, _SIDE), jnp.float32), jnp.zeros(_SIDE, jnp.float32)
     seconds = []
     for _ in range(_TURNS):
         start = time.perf_counter()
         result = vector
-        for _ in range(_PRODUCTS):
+        for _ in range(_PRODUCTS):  # a fast device reads the matrix in less time than an answer takes
             result = _product(matrix, result)
         result.block_until_ready()
         seconds.append(time.perf_counter() - start)

@@ -28,7 +28,6 @@ class BlockHead(TrainingKind):
 
     @classmethod
     def of(cls, config: RunConfig, target: ModelConfig) -> TrainingKind:
-        """See `TrainingKind`."""
         if (parts := config.train.accumulate) > 1:  # the loss divides by what the head computes
             raise ValueError(f"train.accumulate: got {parts}, expected 1 for draft.kind {cls.name!r}")
         if (pieces := config.train.sequence) > 1:  # an anchor's block attends to the whole row before it
@@ -37,7 +36,6 @@ class BlockHead(TrainingKind):
 
     @property
     def num_drafts(self) -> int:
-        """See `TrainingKind`."""
         return self.shape.block_size - self.network.first_row
 
     def loss(self, head: DFlash, teacher: Teacher, batch: Batch, step: Step, divisors: Divisors = None) -> Loss:

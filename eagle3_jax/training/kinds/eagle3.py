@@ -16,7 +16,7 @@ from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.kinds.kind import Step, TrainingKind
-from eagle3_jax.training.losses import Divisors, Loss, Sums, states_loss, ttt_loss
+from eagle3_jax.training.losses import Divisors, Loss, Sums, states_loss
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
@@ -37,11 +37,7 @@ class Eagle3(TrainingKind):
             raise ValueError(f"sliding_window: got {window}, expected at least ttt_steps = {steps}")
 
     def new(self, seed: int, rows: Float[Array, "dv h"]) -> DraftHead:
-        """See `TrainingKind`; `fc` hands on the highest aux feature: the residual stream starts as a late one there.
-
-        On 40 steps of real features both together gave the lowest held-out loss. Starting from the target's final norm
-        raised it: its large weights make the first logits overconfident.
-        """
+        """See `TrainingKind`; `fc` hands on the highest aux feature: the residual stream starts as a late one there."""
         c, head = self.shape, super().new(seed, rows)
         identity = jnp.eye(c.target_hidden_size, c.hidden_size)
         head.fc[...] = head.fc[...].at[-c.target_hidden_size :].add(identity)
@@ -65,10 +61,10 @@ class Eagle3(TrainingKind):
         run = self.train
         begins = round(run.lk_from * self.total_steps)
         lk_decay = jnp.where(step >= begins, LK_DECAY, 0.0) if run.loss == "lk" else None
-        return ttt_loss(head, teacher, batch, run, lk_decay, divisors)
+        states = training_time_test(head, teacher.embed, batch, run.ttt_steps, run.remat)
+        return states_loss(head.lm_head[...], states, teacher, batch, run, lk_decay, divisors)
 
     def evaluate(self, head: DraftHead, teacher: Teacher, batch: Batch) -> Sums:
-        """See `TrainingKind`."""
         run: Any = self.train
         states = training_time_test(head, teacher.embed, batch, run.ttt_steps)
         loss, sums = states_loss(head.lm_head[...], states, teacher, batch, run)

@@ -30,15 +30,12 @@ Step = Int[Array, ""]
 
 @dataclasses.dataclass(frozen=True)
 class TrainingKind(abc.ABC):
-    """A kind of head: its inputs from the target, initialisation, loss, replayed acceptance, and drafts.
-
-    `shape` is the config of the head.
-    """
+    """A kind of head: its inputs from the target, initialisation, loss, replayed acceptance, and drafts."""
 
     name: ClassVar[str]  # in `draft.kind`
     settings: ClassVar[tuple[str, ...]] = ("ttt_steps", "step_decay")  # that shape its loss, for the model card
     lives: ClassVar[bool] = True  # whether a head that serves learns by it (`serve.adapt`)
-    shape: Any
+    shape: Any  # the config of the head
     train: TrainConfig
     total_steps: int = 0  # for schedules of the loss
     seed: int = 0  # of draws in the loss
@@ -78,10 +75,7 @@ class TrainingKind(abc.ABC):
         return shapes_of(self.build)
 
     def vocabulary(self, chosen: Int[np.ndarray, " dv"]) -> Int[np.ndarray, " ids"]:
-        """Returns the draft vocabulary in target ids: what `extract` chose.
-
-        Raises ValueError: another size than the head's.
-        """
+        """Returns the draft vocabulary in target ids: what `extract` chose. Raises ValueError: not the head's size."""
         size = self.shape.draft_vocab_size
         if len(chosen) != size:
             raise ValueError(f"draft.vocab_size: got {size}, expected {len(chosen)}, as the features have it")
@@ -95,10 +89,7 @@ class TrainingKind(abc.ABC):
         return head
 
     def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
-        """Loads the head to begin with from the folder of an exported one.
-
-        Raises ValueError: this kind has no such beginning, or a head of another kind or shape.
-        """
+        """Loads an exported head to begin with. Raises ValueError: the kind has none, or another kind or shape."""
         raise ValueError(f"train.warm_start: got {str(source)!r}, expected null for draft.kind {self.name!r}")
 
     @abc.abstractmethod

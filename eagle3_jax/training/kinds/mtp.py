@@ -61,12 +61,10 @@ class Mtp(TrainingKind):
         return Draft(head, draft.token_ids)
 
     def loss(self, head: MtpHead, teacher: Teacher, batch: Batch, step: Step, divisors: Divisors = None) -> Loss:
-        """See `TrainingKind`."""
         states = self._states(head, teacher, batch, self.train.remat)
         return states_loss(None, states, teacher, batch, self.train, None, divisors)
 
     def evaluate(self, head: MtpHead, teacher: Teacher, batch: Batch) -> Sums:
-        """See `TrainingKind`."""
         states = self._states(head, teacher, batch, False)
         loss, sums = states_loss(None, states, teacher, batch, self.train)
         return sums | {"loss": loss} | replay_rounds(None, states, teacher, batch, self.train.loss_block)

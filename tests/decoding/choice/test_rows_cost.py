@@ -13,13 +13,14 @@ from eagle3_jax.decoding.measure import profile
 
 @pytest.mark.slow
 def test_every_kind_is_timed_with_its_own_rows(toy, monkeypatch):
-    seen, verify = set(), profile.verify_stage
+    seen, run = set(), profile.run_stage
 
-    def watched(models, state, nodes, *, tier):
-        seen.add((nodes.tokens.shape[1], tier.name))
-        return verify(models, state, nodes, tier=tier)
+    def watched(models, state, found, *, stage, tier):
+        if stage == "verify":
+            seen.add((found.tokens.shape[1], tier.name))
+        return run(models, state, found, stage=stage, tier=tier)
 
-    monkeypatch.setattr(profile, "verify_stage", watched)
+    monkeypatch.setattr(profile, "run_stage", watched)
     found = rows_cost.measure(toy.target, (1, 4), turns=2, length=32)
     assert set(found) == {("pass", 1), ("pass", 4), ("chain", 1), ("chain", 4), ("tree", 4)}
     assert seen == {(1, "vanilla"), (4, "chain 3"), (4, "tree 2, 2, 4")}

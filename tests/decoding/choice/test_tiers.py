@@ -15,7 +15,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice import costs, tiers
 from eagle3_jax.decoding.choice.costs import Costs
 from eagle3_jax.decoding.choice.policy import Acceptance
-from eagle3_jax.decoding.choice.tier_choice import TierChoice
+from eagle3_jax.decoding.choice.tiers import TierChoice
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams

@@ -12,8 +12,8 @@ import pytest
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.tiers import CHAIN
 from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.calls import Models
 from eagle3_jax.decoding.device.memory import empty_state
-from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.unread import ROOM
 from eagle3_jax.decoding.tier import VANILLA, RoundPlan, Tier

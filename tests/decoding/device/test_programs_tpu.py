@@ -16,9 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.calls import Models, PromptChunk
 from eagle3_jax.decoding.device.memory import empty_state
-from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import ALONE, PACKED, Sizes
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TokenLogprobs, put_logprobs
 from eagle3_jax.decoding.tier import RoundPlan, Tier

@@ -12,9 +12,8 @@ from flax import nnx
 from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding.choice.tiers import WITH_HEAD
 from eagle3_jax.decoding.device import calls, runner
+from eagle3_jax.decoding.device.calls import Models, PromptChunk
 from eagle3_jax.decoding.device.memory import empty_state, tokens_that_fit
-from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.device.prompt_chunk import PromptChunk
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.tier import VANILLA

@@ -13,8 +13,8 @@ from flax import nnx
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.calls import Models
 from eagle3_jax.decoding.device.memory import empty_state
-from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.tier import RoundPlan, Tier
@@ -41,9 +41,9 @@ def test_one_after_the_other_they_are_a_round(toy, tier):
     whole, _ = programs.decode(
         models, busy(models), np.zeros(2, bool), None, np.int32(1), np.int32(2), RoundPlan(tier, np.True_)
     )
-    state, nodes = profile.draft_stage(models, busy(models), tier=tier)
-    state, judged = profile.verify_stage(models, state, nodes, tier=tier)
-    state = profile.extend_stage(models, state, judged, tier=tier)
+    state, found = busy(models), None
+    for stage in profile.STAGES:
+        state, found = profile.run_stage(models, state, found, stage=stage, tier=tier)
     assert int(state.num_output[0]) >= 1 and int(state.drafted[0]) == (tier.tree is not None)
     for name in ("output", "lengths", "root", "rounds", "drafted", "accepted", "done"):
         np.testing.assert_array_equal(getattr(state, name), getattr(whole, name), name)

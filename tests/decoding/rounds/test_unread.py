@@ -12,8 +12,8 @@ from toy import prefilled
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.calls import Models
 from eagle3_jax.decoding.device.memory import empty_state
-from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.state import behind

@@ -36,9 +36,8 @@ from eagle3_jax.runs import disk, manifest, processes, timing
 from eagle3_jax.runs.command import STOPPED
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.kinds.kind import kind_of
-from eagle3_jax.training.operations import products
-from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import init_state, make_train_step
+from eagle3_jax.training.metrics import products
+from eagle3_jax.training.state import init_state, make_optimizer, make_train_step
 from tpu.first_run.lines import OK, Line, attempt, predict, right, skipped, time
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -151,7 +150,7 @@ def _steps(run: Run) -> Iterator[Line]:
 def training_step(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> tuple[Callable[[], None], int]:
     """Makes a call that trains every position of a batch of ones, which takes as long as features; and its operations.
 
-    Operations are those of `training.operations.products`, over all devices.
+    Operations are those of `training.metrics.products`, over all devices.
     """
     run, kind, hidden = config.train, kind_of(config, shape), shape.hidden_size
     optimizer, size = make_optimizer(run, 1000), (run.batch_size, run.row_length)
