@@ -1,7 +1,7 @@
 """Tokenises conversations and masks the assistant's tokens, for any chat template.
 
-A template's `{% generation %}` marks are not used: most templates lack them, and transformers then returns an all-zero
-mask. The conversation is rendered several times instead, and the assistant's spans are found by comparison.
+Most templates lack `{% generation %}` marks. The conversation is rendered several times instead, and the assistant's
+spans are found by comparison.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ THOUGHTS_END = "</think>"
 
 
 def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, Any]] = (), opening: str = "") -> list[int]:
-    """Returns the ids that the template puts before the user's next content, a default system prompt included.
-
-    A target that continues these ids writes a prompt (self-prompting). `opening`: the first words of the content.
-    """
+    """Returns the ids up to the `opening` of the user's next content; a target that continues them prompts itself."""
     turn = {"role": "user", "content": opening + _SENTINEL}
     text = render(tokenizer, [*messages, turn], generation_prompt=False)
     start = text.find(_SENTINEL)

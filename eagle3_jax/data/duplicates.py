@@ -47,10 +47,7 @@ def signature(messages: filters.Messages, near: float) -> Signature:
 
 
 class Duplicates:
-    """Detects duplicates among prompts; the first one stays, and the result depends only on the order.
-
-    `near`: Jaccard similarity from which two texts are near duplicates.
-    """
+    """Detects duplicates among prompts, near ones from the Jaccard similarity `near` on; the first one stays."""
 
     def __init__(self, near: float) -> None:
         self._near = near
@@ -59,10 +56,7 @@ class Duplicates:
         self._bands: dict[int, list[int]] = {}  # of the kept that have this band
 
     def check(self, identity: str, sign: Callable[[], Signature]) -> str | None:
-        """Returns EXACT, NEAR, or None; a prompt that is neither is remembered.
-
-        `identity`: its `filters.content_hash`. `sign` computes its signature, where another identity does not decide.
-        """
+        """Returns EXACT, NEAR (by the signature that `sign` makes), or None for a prompt, which it then remembers."""
         if identity in self._identities:
             return EXACT
         found = sign()
@@ -78,7 +72,6 @@ class Duplicates:
 
 
 def _jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the Jaccard similarity of two sets, as ascending arrays."""
     both = np.concatenate((a, b))
     both.sort()
     common = int(np.count_nonzero(both[1:] == both[:-1]))

@@ -1,9 +1,7 @@
 """Feature shards: a record for each conversation, many records per ArrayRecord file, random access over a folder.
 
-A record is a safetensors buffer, which names its arrays, shapes and dtypes, holds float8 and bfloat16, and runs no code
-when read.
-Each shard has a JSON sidecar with the lengths and checksums (CRC-32) of its records, its size, and the writer's notes.
-The sidecar is written last: its presence marks the shard as complete.
+A record is a safetensors buffer. Each shard has a JSON sidecar with the lengths and checksums (CRC-32) of its records,
+its size, and the writer's notes. The sidecar is written last: its presence marks the shard as complete.
 """
 
 from __future__ import annotations
@@ -225,7 +223,6 @@ def _checked_sidecar(path: disk.Path) -> dict[str, Any]:
 
 
 def _shards(folder: disk.Path) -> list[disk.Path]:
-    """Lists all shards in order."""
     paths = sorted(folder.glob(f"*{_SUFFIX}"))
     if not paths:
         raise FeatureError(f"{folder}: no {_SUFFIX} files, expected the output of `python -m eagle3_jax.extract`")

@@ -50,10 +50,7 @@ def excerpt(text: str) -> str:
 
 
 def asked(messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> Messages:
-    """Drops the assistant's messages, and the results of the tools that it called.
-
-    Definitions of tools stand in front, as a system message: what they are for duplicates and hashes.
-    """
+    """Drops the assistant's messages and its tools'; definitions of tools stand in front, as a system message."""
     defined = [{"role": "system", "content": json.dumps(tools, ensure_ascii=False)}] if tools else []
     return defined + [message for message in messages if message["role"] not in ("assistant", "tool")]
 

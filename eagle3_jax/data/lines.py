@@ -20,15 +20,12 @@ _PIECE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Whole lines of a file: from byte `start` to `stop`, and the number of the `first`.
-
-    `checksum`: CRC-32 of the bytes, so that a file that changes in the meantime is noticed.
-    """
+    """Whole lines of a file: from byte `start` to `stop`, and the number of the `first`."""
 
     start: int
     stop: int
     first: int
-    checksum: int
+    checksum: int  # CRC-32 of the bytes, so that a file that changes in the meantime is noticed
 
 
 def parts(path: str | disk.Path, size: int) -> Iterator[Part]:
@@ -52,8 +49,7 @@ def parts(path: str | disk.Path, size: int) -> Iterator[Part]:
 def read(path: str | disk.Path, part: Part | None = None) -> Iterator[tuple[int, bytes]]:
     """Yields the `numbered` lines of a file or of a part of it; a .gz file is decompressed.
 
-    Raises OSError: the file cannot be read. ValueError: a truncated or damaged .gz file, or a file that is not what it
-    was when it was divided.
+    Raises OSError: it cannot be read. ValueError: a damaged .gz file, or a file that changed since it was divided.
     """
     try:
         with disk.open_binary(path) as stream:

@@ -1,8 +1,8 @@
 """Redacts personal data: Presidio's pattern recognisers find it, and the name of its kind replaces it.
 
-Only patterns and checksums are used: no language model, no download, no data leaves the machine. Names and postal
-addresses are therefore not found, in any language. Extra checks avoid false positives: prompts about mathematics are
-full of digits, prompts about code full of colons. `prepare.cloud_dlp` finds more, elsewhere.
+Only patterns and checksums are used: no language model, no download, no data leaves the machine. So names and postal
+addresses are not found; `prepare.cloud_dlp` finds them, elsewhere. Extra checks avoid false positives in mathematics
+and code.
 """
 
 from __future__ import annotations

@@ -90,10 +90,7 @@ def fill(source: RecordSource, arrays: Mapping[str, np.ndarray], read: Read) -> 
 
 
 class Readers:
-    """Buffers of batches, whose arrays are `views`, and the workers that read records into them.
-
-    `workers` is a number of processes; 0 reads by threads of this one.
-    """
+    """Buffers of batches, whose arrays are `views`, and the processes that read into them; 0: threads of this one."""
 
     def __init__(self, source: RecordSource, layout: Layout, buffers: int, workers: int) -> None:
         self._source, self._file = source, _shared_file(buffers * layout.nbytes)
@@ -158,7 +155,6 @@ class _Process:
 
 
 def _serve(connections: Sequence[multiprocessing.connection.Connection]) -> None:
-    """Runs a worker process, until the other ends are closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a group; the first one decides
         signal.signal(number, signal.SIG_IGN)
     source, layout, buffers, file = connections[0].recv()
@@ -179,7 +175,6 @@ def _serve(connections: Sequence[multiprocessing.connection.Connection]) -> None
 
 
 def _shared_file(size: int) -> int:
-    """Makes a file in memory without a name, which ends with its last process."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("eagle3_jax")
     else:

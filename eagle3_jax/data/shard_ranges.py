@@ -1,12 +1,10 @@
 """Reads single records of an ArrayRecord file in a bucket, by ranges.
 
-array_record reads local files; its own reader of Cloud Storage takes no emulator and no credentials by name. This one
-reads what `features.write_shard` writes: a record is one chunk, uncompressed, and an index stands at the file's end.
-
-The format is Riegeli's (github.com/google/riegeli, doc/riegeli_records_file_format.md): chunks, interrupted by a block
-header of 24 bytes wherever the file's position is a multiple of 64 KiB. The chunk in the last block, ArrayRecord's
-postscript, names the footer's position. The footer, a chunk too, names the position of each chunk
-(github.com/google/array_record, layout.proto).
+array_record's own reader of Cloud Storage takes no emulator and no credentials by name. This one reads what
+`features.write_shard` writes: a record is one chunk, uncompressed. The format is Riegeli's (github.com/google/riegeli,
+doc/riegeli_records_file_format.md): chunks, interrupted by a block header of 24 bytes wherever the file's position is a
+multiple of 64 KiB. The chunk in the last block, ArrayRecord's postscript, names the position of the footer, a chunk
+with the position of each chunk (github.com/google/array_record, layout.proto).
 """
 
 from __future__ import annotations
@@ -20,10 +18,9 @@ _SIMPLE, _UNCOMPRESSED = ord("r"), 0
 
 
 class RangedShard:
-    """A shard whose records are read one by one, from a file of `size` bytes.
+    """A file of `size` bytes whose records are read one by one; `read` returns its bytes from one position to another.
 
-    `read` returns the bytes from one position of the file to another. Raises RuntimeError: not such a file; at `read`,
-    not such a record.
+    Raises RuntimeError: not such a file; at `read`, not such a record.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:

@@ -34,27 +34,20 @@ _ANSWERING = ("assistant", "tool")
 _PLAIN_FIELDS = ("prompt", "question", "text")
 _CATEGORY = re.compile(r"[A-Za-z][\w-]{0,39}")
 _LICENSE = re.compile(r"[A-Za-z0-9][\w.+ -]{0,59}")
+_MIN_CHARS = 8  # of a prompt that the target wrote
 UNSTATED = "unstated"  # counts prompts without a licence
 
 
 class Prompt(TypedDict):
-    """A prompt for the target: system and user messages, in order.
-
-    Attributes:
-        line: line number in the source.
-        license: its licence, where the record or the source's section names one.
-        tools: definitions of the functions that the target may call, in OpenAI's form, where a record has some.
-        truncated: only for conversations, whose messages hold the assistant's answers and end with one: whether the
-            last answer was cut off, so that its end is not the target's choice.
-    """
+    """A prompt for the target: system and user messages, in order. Those of conversations end with an answer."""
 
     id: str
     category: str
-    line: int
+    line: int  # number in the source
     messages: list[dict[str, Any]]
-    license: NotRequired[str]
-    tools: NotRequired[list[dict[str, Any]]]
-    truncated: NotRequired[bool]
+    license: NotRequired[str]  # of the record or the source's section
+    tools: NotRequired[list[dict[str, Any]]]  # functions that the target may call, in OpenAI's form
+    truncated: NotRequired[bool]  # whether a conversation's last answer was cut off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,19 +161,16 @@ def tfds(name: str, field: str, split: str = "train", category: str = "tfds") ->
 
 
 def self_written(
-    outputs: Iterable[tuple[list[str], str]], category: str = "self", system: str | None = None, min_chars: int = 8
+    outputs: Iterable[tuple[list[str], str]], category: str = "self", system: str | None = None
 ) -> Iterator[Record]:
-    """Makes prompts from the user turns that the target wrote under a system prompt (self-prompting).
-
-    `outputs` have the finish_reason of the first turn: only "stop" is a whole prompt. Shorter ones are rejected.
-    """
+    """Makes prompts of the user turns that the target wrote; rejects those whose first has no end or is short."""
     head = [] if system is None else [{"role": "system", "content": system}]
     for number, (turns, finish_reason) in enumerate(outputs, start=1):
-        if finish_reason == "stop" and len(turns[0].strip()) >= min_chars:
+        if finish_reason == "stop" and len(turns[0].strip()) >= _MIN_CHARS:
             users = [{"role": "user", "content": turn} for turn in turns]
             yield _record({"messages": head + users}, "self", number, category)
         else:
-            short, cut = f"shorter than {min_chars} characters", "the target did not end its prompt"
+            short, cut = f"shorter than {_MIN_CHARS} characters", "the target did not end its prompt"
             yield Reject("self", number, short if finish_reason == "stop" else cut, filters.excerpt(turns[0]))
 
 
@@ -208,7 +198,8 @@ def _record(record: Any, source: str, number: int, category: str, take: _Take | 
     """Makes a record; `take` selects from a conversation's messages, None keeps prompts without answers."""
     try:
         messages = _messages(record, answered=take is not None)
-        messages, tools = messages if take is None else take(messages), _tools(record)
+        messages, tools = messages if take is None else take(messages), _objects(record.get("tools") or [], "tools")
+        _text(json.dumps(tools, ensure_ascii=False), "tools")
     except BrokenRecord as error:
         return Reject(source, number, str(error), filters.excerpt(json.dumps(record, ensure_ascii=False, default=str)))
     named, given = record.get("category"), record.get("id")
@@ -295,12 +286,6 @@ def _turns(turns: Any, name: str, role_field: str, content_field: str, answered:
     return found
 
 
-def _tools(record: dict[str, Any]) -> list[dict[str, Any]]:
-    tools = _objects(record.get("tools") or [], "tools")
-    _text(json.dumps(tools, ensure_ascii=False), "tools")
-    return tools
-
-
 def _objects(value: Any, field: str) -> list[dict[str, Any]]:
     holds = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     _require(holds, f"{field}: got {type(value).__name__}, expected a list of objects")
@@ -319,11 +304,10 @@ def _text(value: Any, field: str) -> str:
 
 
 def read_file(path: str | disk.Path) -> tuple[list[Prompt], int]:
-    """Reads the prompts of a file for a measurement. Returns them, and the number of rejected lines.
+    """Reads the prompts of a file, as `jsonl`, for a measurement. Returns them, and the number of rejected lines.
 
-    Rejects are reported on stderr. Forms are those of `jsonl`. A conversation gives one request: its last question
-    after its answers, or the first question if answers are missing, since a request has one open question. Raises
-    ValueError: no file, or no usable prompt in it.
+    A conversation gives one request: its last question after its answers, or the first question if answers are missing.
+    Raises ValueError: no file, or no usable prompt in it.
     """
     path = disk.path_of(path)
     if not path.is_file():
@@ -345,8 +329,7 @@ def encode(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Adds token ids to prompts, as `prompt`. Returns them, and the numbers dropped as "too_long" and "refused".
 
-    `room`: longest prompt in tokens. The chat template refuses some prompts, such as those with a system message that
-    it does not support. Raises ValueError, with the file's `name`: no prompt is left.
+    `room`: longest prompt in tokens. Raises ValueError, with the file's `name`: no prompt is left.
     """
     fitting: list[dict[str, Any]] = []
     left_out = {"too_long": 0, "refused": 0}

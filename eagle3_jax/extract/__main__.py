@@ -1,11 +1,9 @@
 """conversations -> what the draft head is trained on.
 
-`python -m eagle3_jax.extract --config configs/quickstart.yaml` runs the target over its own conversations once. A token
-keeps its aux hidden states, the input of the LM head, and its most likely next token: all that training asks of the
-target (EAGLE-3, arXiv 2503.01840, section 3). With `extract.states: none` token ids and loss mask alone are kept, and
-the target is not run. `extract.mix` chooses among the conversations. The draft vocabulary is counted on the way. A
-shard of conversations is the unit of resumption; the replicas of the mesh, and the processes of a replica, share the
-shards.
+The target runs over its own conversations once. A token keeps its aux hidden states, the input of the LM head, and its
+most likely next token: all that training asks of the target (EAGLE-3, arXiv 2503.01840, section 3). With
+`extract.states: none` token ids and loss mask alone are kept. The draft vocabulary is counted on the way. A shard of
+conversations is the unit of resumption; the replicas of the mesh, and the processes of a replica, share the shards.
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ _SAMPLE = 64
 
 
 def extract(config: RunConfig, target: Target | None = None) -> None:
-    """Extracts the features of `config`'s conversations into its features folder. Without `target` it loads one.
+    """Extracts the features of `config`'s conversations into its features folder.
 
-    Raises ManifestError: unfinished conversations, conversations of another target, or a folder of other work.
-    ValueError: no conversation could be used.
+    Raises ManifestError: unfinished conversations, those of another target, or a folder of other work. ValueError: no
+    conversation could be used.
     """
     conversations, folder = config.folder("regenerate"), config.folder("extract")
     made_from = manifest.read(conversations, made_by="regenerate")
@@ -98,10 +96,7 @@ class _Extraction:
         processes.agree(lambda: self._finish(rates))
 
     def _foretell(self) -> list[int]:
-        """Estimates and prints the size of the features from a sample of conversations; returns the sample's lengths.
-
-        Raises ValueError: they would not fit the free space, where the file system tells it.
-        """
+        """Prints and checks the features' size by a sample of conversations; returns the sample's lengths."""
         config, model = self._config.extract, self._target.model.config
         each = features.token_bytes(len(model.aux_layers), model.hidden_size, config.states)
         lengths: list[int] = []
@@ -154,7 +149,6 @@ class _Extraction:
         return progress.rate()
 
     def _finish(self, rates: dict[str, float]) -> None:
-        """Writes the draft vocabulary and the manifest, once all shards exist."""
         folder, results = self._folder, {}
         counts = np.zeros(self._target.model.config.vocab_size, np.int64)  # how often each token counts in the loss
         for split in SPLITS:

@@ -57,11 +57,10 @@ def choose_lengths(sample: Sequence[int], longest: int) -> tuple[int, ...]:
 def plan_batches(
     lengths: Sequence[int], padded: Sequence[int], batch_tokens: int, multiple: int = 1, seed: int = 0
 ) -> list[PaddedBatch]:
-    """Groups conversations of similar length.
+    """Groups conversations of similar length, in random order: the first records of a shard have all lengths.
 
     The shape of a batch depends on its padded length alone, one of the ascending `padded`: a program a length. It has
-    a `multiple` of rows (the mesh's data axis), and at most `batch_tokens` tokens unless a row a device has more. The
-    order is random, so that the first records of a shard have all lengths.
+    a `multiple` of rows (the mesh's data axis), and at most `batch_tokens` tokens unless a row a device has more.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches, start = [], 0
@@ -98,10 +97,7 @@ def _in_8_bits(outputs: tuple[jax.Array, ...], aux_layers: int) -> tuple[Any, ..
 def records(
     conversations: Sequence[Conversation], batch: PaddedBatch, outputs: Any
 ) -> Iterator[tuple[Conversation, Record | None]]:
-    """Yields each conversation of a batch with its record, or with None where a hidden state is NaN or infinite.
-
-    `outputs`: of `forward`; None makes records without states.
-    """
+    """Yields each conversation with its record, of `forward`'s outputs if any; None: a state is NaN or infinite."""
     aux, hidden, predicted, finite = fetch(outputs) if outputs is not None else [None] * 4
     for row, index in enumerate(batch.indices):
         conversation = conversations[index]

@@ -1,9 +1,8 @@
 """Chooses the conversations of a mix of categories.
 
-A mix counts tokens of answers. No prompt foretells them, so `prepare` cannot mix: code is answered at ten times the
-length of small talk. Here answers are known, and no state is computed yet. What is left out stays in its folder, so
-another mix needs no new answer. A conversation is kept by a hash of its id, below a limit of its category. The limits
-are chosen on what is trained on; with the same ones the held-out conversations have the same mix.
+A mix counts tokens of answers, which `prepare` cannot know. What is left out stays in its folder, so another mix needs
+no new answer. A conversation is kept by a hash of its id, below a limit of its category. The limits are chosen on what
+is trained on; with the same ones the held-out conversations have the same mix.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ Limits = Mapping[str, int]  # of a category's 64-bit hashes
 
 
 def wanted(mix: Mapping[str, float] | str) -> dict[str, Any]:
-    """Reads `extract.mix` into {"by": "tokens" or "conversations", "shares": shares that add up to 1}.
-
-    It has shares of the answers' tokens; or the path of a log of requests, whose lines have a `category` and, where one
-    stands for several requests, a `count`. Raises ValueError: the log cannot be read, or holds something else.
-    """
+    """Reads `extract.mix` into {"by": "tokens" or "conversations", "shares": they add up to 1}. Raises ValueError."""
     if not isinstance(mix, str):
         return {"by": "tokens", "shares": dict(mix)}
     counts: dict[str, int] = {}
@@ -56,8 +51,7 @@ def choose(
 ) -> tuple[dict[str, int], dict[str, Any]]:
     """Chooses as many conversations of a file as the mix, with the run's "seed", allows.
 
-    Returns the limits, and what is kept: category -> {"share", "kept", "of"} in tokens or conversations. Raises
-    ValueError: a category of the mix has no conversation.
+    Returns the limits, and of each category {"share", "kept", "of"}. Raises ValueError: one has no conversation.
     """
     hashes: dict[str, array[int]] = {}
     amounts: dict[str, array[int]] = {}

@@ -40,15 +40,12 @@ _POLL = 0.2  # seconds until a thread looks whether the run was stopped
 _WAIT = 0.002  # seconds until full queues are looked at again
 
 
-class ConversationBar:
+class ConversationBar(contextlib.AbstractContextManager["ConversationBar"]):
     """A bar of conversations on process 0, and the tokens a second that this process writes."""
 
     def __init__(self, total: int, name: str) -> None:
         self._bar = tqdm(total=total, desc=name, unit=" conversations", disable=processes.index() > 0)
         self._start, self._tokens, self._lock = time.monotonic(), 0, threading.Lock()
-
-    def __enter__(self) -> ConversationBar:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
@@ -171,8 +168,7 @@ def _next_lane(active: collections.deque[_Lane], *, turns: bool) -> _Lane:
     return first
 
 
-class _Stopped(Exception):
-    """The computation ended before the shard did."""
+class _Stopped(Exception): ...
 
 
 def _write(

@@ -1,8 +1,4 @@
-"""prompts -> clean, de-duplicated prompts in train.jsonl and held_out.jsonl.
-
-`python -m eagle3_jax.prepare --config configs/quickstart.yaml` reads the sources of the section `prepare`, normalises
-and filters their prompts, and writes `prompts/{train,held_out,rejects}.jsonl` with a manifest of the counts.
-"""
+"""prompts -> clean, de-duplicated prompts in `prompts/{train,held_out,rejects}.jsonl`, with a manifest of counts."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ from eagle3_jax.config import RunConfig, SelfSource, TfdsSource, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.data.duplicates import Duplicates, signature
 from eagle3_jax.data.split import StratifiedSplit, by_category
-from eagle3_jax.prepare import result, self_prompting
-from eagle3_jax.prepare.cleaning import Cleaned, Cleaner
-from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK, Result
+from eagle3_jax.prepare import cleaning, self_prompting
+from eagle3_jax.prepare.cleaning import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK, Cleaned, Cleaner, Result
 from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
@@ -35,10 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def prepare(config: RunConfig) -> None:
-    """Prepares the prompts of a run; does nothing when they are finished.
-
-    Raises ValueError: fewer than two usable prompts, or other work in the folder (ManifestError). OSError: no source.
-    """
+    """Prepares a run's prompts, unless they are finished. Raises ValueError: other work, or no two prompts; OSError."""
     folder = config.folder("prepare")
     with manifest.claim(folder, _identity(config)) as finished:
         if finished:
@@ -85,7 +77,7 @@ def _in_process(config: RunConfig, folder: disk.Path, written: Written) -> Resul
             cleaned = cleaned.rejected(reason) if reason else cleaned
         found.append(cleaned)
     split = StratifiedSplit(by_category(prompt.place for prompt in found if prompt.reason is None), section.held_out)
-    whole = result.write({name: folder / name for name in (TRAIN, HELD_OUT, REJECTS)}, found, split)
+    whole = cleaning.write({name: folder / name for name in (TRAIN, HELD_OUT, REJECTS)}, found, split)
     for reason in cleaner.benchmarks.reasons:  # one with no match is counted as 0
         whole.rejected[reason] += 0
     return whole

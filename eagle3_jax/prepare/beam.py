@@ -1,9 +1,8 @@
 """Runs the filters on Apache Beam, for millions of prompts: the same functions and output, no list of all prompts.
 
-The sources are split into blocks, whose order is the order of all records. Two pipelines meet in files. The first
-cleans each block's records and writes their signatures. The launching process then decides in order which duplicates
-go, with `Duplicates`, as one process does. The second writes what is kept, a sorted shard for each block. A block that
-is written is not made again, so an interrupted run goes on.
+The sources are split into blocks, in the order of all records. Two pipelines meet in files. The first cleans each
+block's records and writes their signatures. The launching process decides in order which duplicates go, as one process
+does. The second writes what is kept, a shard for each block. A block that is written is not made again.
 """
 # The extra `beam` is not in the tests' environment: it holds back versions of other packages.
 
@@ -29,9 +28,8 @@ from eagle3_jax.config import PrepareConfig, RunConfig
 from eagle3_jax.data import lines, sources
 from eagle3_jax.data.duplicates import EXACT, NEAR, Duplicates, Signature, signature
 from eagle3_jax.data.split import Bounds, StratifiedSplit, by_category, joined
-from eagle3_jax.prepare import result
-from eagle3_jax.prepare.cleaning import Cleaned, Cleaner
-from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, WORK, Result
+from eagle3_jax.prepare import cleaning
+from eagle3_jax.prepare.cleaning import HELD_OUT, REJECTS, TRAIN, WORK, Cleaned, Cleaner, Result
 from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, disk, processes
 
@@ -41,18 +39,13 @@ _BYTES, _RECORDS = 4 << 20, 8192
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A part of a source, by its index; one without `part` and `copy` is a whole file.
-
-    Attributes:
-        before: number of the line at which the source's limit ends the part.
-        copy: file with records of a source that no other process reads.
-    """
+    """A part of a source, by its index; one without `part` and `copy` is a whole file."""
 
     number: int
     source: int
     part: lines.Part | None = None
-    before: int | None = None
-    copy: str | None = None
+    before: int | None = None  # number of the line at which the source's limit ends the part
+    copy: str | None = None  # file with records of a source that no other process reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +61,6 @@ class _Job:
         return disk.path_of(self.folder) / WORK / kind / f"{number:05d}"
 
     def shard(self, name: str, number: int) -> str:
-        """Names a block's share of an output file."""
         stem = name.removesuffix(".jsonl")
         return name if self.blocks == 1 else f"{stem}-{number:05d}-of-{self.blocks:05d}.jsonl"
 
@@ -84,10 +76,7 @@ class _Job:
 
 
 def run(config: RunConfig, folder: disk.Path, written: Written) -> Result:
-    """Writes the prompts; TRAIN and REJECTS in shards.
-
-    Raises ValueError: fewer than two usable prompts, an unreadable source, options that Beam refuses, or it fails.
-    """
+    """Writes the prompts, TRAIN and REJECTS in shards. Raises ValueError: an unreadable source, or Beam refuses."""
     section = config.prepare
     _options(section)
     reasons = Cleaner(section).benchmarks.reasons
@@ -138,7 +127,6 @@ def _line_beyond(source: sources.FileSource) -> int | None:
 
 
 def _read(section: PrepareConfig, block: Block) -> Iterator[sources.Record]:
-    """Yields the records of a block. Raises ValueError, OSError: an unreadable source, or one that has changed."""
     source = section.sources[block.source]
     if block.copy is not None:
         for values in disk.read_jsonl(block.copy):
@@ -154,7 +142,6 @@ def _read(section: PrepareConfig, block: Block) -> Iterator[sources.Record]:
 
 
 def _options(section: PrepareConfig) -> PipelineOptions:
-    """Raises ValueError: Beam refuses them."""
     printed = io.StringIO()  # argparse says there what is wrong, and exits
     try:
         with contextlib.redirect_stderr(printed):
@@ -259,18 +246,15 @@ def _keys(path: disk.Path) -> np.ndarray:
 
 
 def _write(job: _Job, blocks: Any) -> None:
-    """Writes each block's share of the output."""
     whole = blocks | beam.Map(_bounds, job) | beam.CombineGlobally(joined).without_defaults()
     _ = blocks | beam.Map(_write_block, job, AsSingleton(whole, {}))
 
 
 def _bounds(block: Block, job: _Job) -> dict[str, Bounds]:
-    """Returns the bounds of a block's kept prompts."""
     return by_category(cleaned.place for cleaned in _decided(job, block) if cleaned.reason is None)
 
 
 def _write_block(block: Block, job: _Job, whole: dict[str, Bounds]) -> None:
-    """Writes a block's shards, and a file with their counts."""
     with job.explained(block):
         summary = job.work("written", block.number)
         if not summary.exists():
@@ -281,7 +265,7 @@ def _write_shards(block: Block, job: _Job, split: StratifiedSplit, summary: disk
     folder = disk.path_of(job.folder)
     paths = {name: folder / job.shard(name, block.number) for name in (TRAIN, REJECTS)}
     paths[HELD_OUT] = job.work("held_out", block.number)
-    found = result.write(paths, _decided(job, block), split)
+    found = cleaning.write(paths, _decided(job, block), split)
     for reason in (EXACT, NEAR):
         if found.rejected[reason]:
             _count(f"rejected: {reason}", found.rejected[reason])
@@ -290,7 +274,6 @@ def _write_shards(block: Block, job: _Job, split: StratifiedSplit, summary: disk
 
 
 def _decided(job: _Job, block: Block) -> Iterator[Cleaned]:
-    """Yields the records of a block; duplicates are rejected."""
     reasons = disk.read_json(job.work("reasons", block.number))
     for number, values in enumerate(disk.read_jsonl(job.work("cleaned", block.number))):
         cleaned = Cleaned(**values)

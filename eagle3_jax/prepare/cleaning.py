@@ -1,39 +1,38 @@
-"""Cleans one record, independently of all others: refuses it, or redacts and identifies it."""
+"""Cleans one record, independently of all others, and writes the output folder of `prepare`, whichever runner runs."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from eagle3_jax.config import PrepareConfig
-from eagle3_jax.data import filters, personal, sources
+from eagle3_jax.data import filters, lines, personal, sources
 from eagle3_jax.data.sources import Record
+from eagle3_jax.data.split import StratifiedSplit
 from eagle3_jax.runs import disk
+
+TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
+WORK = "beam"  # folder of what the Beam form keeps until it has finished
+FINDINGS = "cloud_dlp.jsonl"  # log of what Cloud DLP found, kept until all is done
 
 
 @dataclasses.dataclass(frozen=True)
 class Cleaned:
-    """A record of a source, JSON-ready.
+    """A record of a source, JSON-ready."""
 
-    Attributes:
-        label: of its source. line: number in the source.
-        prompt: {"id", "category", "source", "messages"}, and "license", "tools", "truncated" where the record has them;
-            empty if rejected.
-        text: excerpt of a record that was rejected. personal: count of each kind of personal data that was found.
-        identity, opening: `filters.content_hash` and `opening_hash` of what the users ask.
-    """
-
-    label: str
-    line: int
+    label: str  # of its source
+    line: int  # in the source
+    # {"id", "category", "source", "messages"} and "license", "tools", "truncated" where it has them; empty if rejected.
     prompt: dict[str, Any] = dataclasses.field(default_factory=dict)
     reason: str | None = None
-    text: str = ""
-    personal: dict[str, int] = dataclasses.field(default_factory=dict)
-    identity: str = ""
-    opening: str = ""
+    text: str = ""  # excerpt of a record that was rejected
+    personal: dict[str, int] = dataclasses.field(default_factory=dict)  # count of each kind that was found
+    identity: str = ""  # `filters.content_hash` of what the users ask
+    opening: str = ""  # `filters.opening_hash` of it
 
     @property
     def asked(self) -> filters.Messages:
@@ -58,11 +57,7 @@ _RECORDS, _CHARACTERS = 4096, 1 << 20
 
 
 class Cleaner:
-    """The filters that look at one record alone.
-
-    `log` keeps what a service found, for a run that is interrupted. Raises ValueError: an unreadable benchmark, or no
-    credentials for the service.
-    """
+    """The filters that look at one record alone; `log` keeps a service's findings. Raises ValueError."""
 
     def __init__(self, section: PrepareConfig, log: disk.Path | None = None) -> None:
         self._section = section
@@ -75,10 +70,7 @@ class Cleaner:
             self._inspect = inspect if log is None else cloud_dlp.remembered(inspect, log)
 
     def clean(self, records: Iterable[tuple[str, Record]]) -> Iterator[Cleaned]:
-        """Refuses or redacts records, each with its source's label, in order; what becomes of one depends on no other.
-
-        Raises ValueError: the service that finds personal data refuses, or does not answer.
-        """
+        """Refuses or redacts records, each with its source's label, in order. Raises ValueError: the service fails."""
         if self._inspect is None:
             yield from (self._clean(label, record, personal.redact) for label, record in records)
             return
@@ -128,3 +120,71 @@ class Cleaner:
 
 def _excerpt(messages: filters.Messages) -> str:
     return filters.excerpt(filters.content(messages))
+
+
+_Counts = collections.Counter[str]
+
+
+def _counters() -> dict[str, _Counts]:
+    return collections.defaultdict(collections.Counter)
+
+
+@dataclasses.dataclass
+class Result:
+    """Counts of the records, which are added up over their parts, and the files for the next verb.
+
+    `provenance` are kept prompts of each source, by licence; `characters` those of each category, by the least power of
+    two not below their characters.
+    """
+
+    read: _Counts = dataclasses.field(default_factory=collections.Counter)
+    rejected: _Counts = dataclasses.field(default_factory=collections.Counter)
+    personal_data: _Counts = dataclasses.field(default_factory=collections.Counter)
+    categories: dict[str, _Counts] = dataclasses.field(
+        default_factory=lambda: {TRAIN: collections.Counter(), HELD_OUT: collections.Counter()}
+    )
+    provenance: dict[str, _Counts] = dataclasses.field(default_factory=_counters)
+    characters: dict[str, _Counts] = dataclasses.field(default_factory=_counters)
+    files: tuple[str, ...] = (TRAIN, HELD_OUT)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Records of each kind of file."""
+        kept = {name: sum(found.values()) for name, found in self.categories.items()}
+        return kept | {REJECTS: sum(self.rejected.values())}
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Adds the counts of a part: fields of this class, as JSON."""
+        for name in ("read", "rejected", "personal_data"):
+            getattr(self, name).update(part[name])
+        for name in ("categories", "provenance", "characters"):
+            for key, found in part[name].items():
+                getattr(self, name)[key].update(found)
+
+    def for_manifest(self) -> dict[str, Any]:
+        """The counts under the names that the manifest has."""
+        found = {name: getattr(self, name) for name in ("rejected", "personal_data", "provenance", "characters")}
+        for name, counted in (("prompts", self.counts), ("categories", self.categories)):
+            found[name] = {file.removesuffix(".jsonl"): count for file, count in counted.items()}
+        return found | {"sources": self.read}
+
+
+def write(paths: Mapping[str, disk.Path], records: Iterable[Cleaned], split: StratifiedSplit) -> Result:
+    """Writes records into the files TRAIN, HELD_OUT and REJECTS, which lie at `paths`, and counts them."""
+    result = Result()
+    with contextlib.ExitStack() as stack:
+        add = {name: stack.enter_context(lines.written(path)) for name, path in paths.items()}
+        for cleaned in records:
+            result.read[cleaned.label] += 1
+            result.personal_data.update(cleaned.personal)
+            if cleaned.reason is not None:
+                result.rejected[cleaned.reason] += 1
+                add[REJECTS](cleaned.reject())
+                continue
+            prompt, name = cleaned.prompt, HELD_OUT if split.holds_out(*cleaned.place) else TRAIN
+            text = filters.content(filters.asked(prompt["messages"]))
+            result.categories[name][prompt["category"]] += 1
+            result.provenance[prompt["source"]][prompt.get("license", sources.UNSTATED)] += 1
+            result.characters[prompt["category"]][str(1 << max(0, len(text) - 1).bit_length())] += 1
+            add[name](prompt)
+    return result

@@ -77,7 +77,6 @@ class CloudDlp:
             found[piece.place].append((piece.start + start, piece.start + end, kind))
 
     def _ask(self, texts: list[str]) -> tuple[list[tuple[int, int, int, str]], bool]:
-        """Returns the findings of a request as (row, start, end, kind), and whether there are more."""
         rows = [{"values": [{"stringValue": text}]} for text in texts]
         body = {"item": {"table": {"headers": [{"name": "text"}], "rows": rows}}, "inspectConfig": self._how}
         content, reason = json.dumps(body, ensure_ascii=False).encode(), ""
@@ -103,10 +102,7 @@ class CloudDlp:
 
 
 def remembered(inspect: Inspect, path: disk.Path) -> Inspect:
-    """Wraps `inspect` so that an interrupted run pays for no text again.
-
-    `path`: of a log, which holds digests of the texts and places of the findings, and no text.
-    """
+    """Wraps `inspect` so that an interrupted run pays for no text again: a log holds digests, findings, and no text."""
     known: dict[str, list[Span]] = {digest: [(*span,) for span in spans] for digest, spans in disk.read_log(path)}
 
     def inspected(texts: Sequence[str]) -> list[list[Span]]:
@@ -124,7 +120,6 @@ def remembered(inspect: Inspect, path: disk.Path) -> Inspect:
 
 
 def cost(count: int) -> str:
-    """Says what it costs at most to inspect `count` bytes."""
     return f"{count / 1e6:,.1f} MB, {count / 1e9 * USD_PER_GB:,.2f} USD at {USD_PER_GB:.2f} USD a GB"
 
 
@@ -138,7 +133,6 @@ def foretold(section: PrepareConfig) -> str:
 
 
 def _requests(texts: Sequence[str]) -> Iterator[list[_Piece]]:
-    """Yields as many pieces at once as a request takes."""
     batch: list[_Piece] = []
     size = 0
     for place, text in enumerate(texts):
@@ -155,7 +149,6 @@ def _requests(texts: Sequence[str]) -> Iterator[list[_Piece]]:
 
 
 def _halves(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
-    """Yields two requests for one."""
     if len(pieces) > 1:
         yield from (pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :])
         return
@@ -205,7 +198,6 @@ def _credentials() -> Callable[[dict[str, str]], None]:
 
 
 def _token(variable: str) -> Callable[[dict[str, str]], None]:
-    """Returns what adds the token in an environment variable to headers."""
     if not (token := os.environ.get(variable, "").strip()):
         got = f"got no {variable} in the environment"
         raise ValueError(f"prepare.cloud_dlp.token_variable: {got}, expected a token in it")

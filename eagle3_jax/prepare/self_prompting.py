@@ -1,8 +1,7 @@
 """Self-prompting: the target writes prompts like those that it was trained on.
 
 The target continues the opening of its template's user turn; with several turns it also answers in between. The
-replicas of the mesh share every chunk of conversations. A chunk is one line of a log, and is read back after an
-interruption instead of generated again.
+replicas of the mesh share every chunk of conversations, a line of a log that an interrupted run reads back.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ def _converse(
     talks = [_system(source) for _ in openings]
 
     def ask(prompts: dict[int, list[int]], progress: Callable[[bool], None] = lambda _: None) -> dict[int, Any]:
-        """Continuations of the prompts, by row; none for a prompt without room."""
         rows = [row for row, ids in prompts.items() if len(ids) + source.max_tokens <= length]
         answers: dict[int, Any] = dict.fromkeys(rows)
 
@@ -125,6 +123,5 @@ def _system(source: SelfSource) -> list[dict[str, str]]:
 
 
 def _seeds(name: str, count: int) -> list[int]:
-    """Derives 31-bit seeds from the name alone."""
     digests = (hashlib.sha256(f"{name}/{row}".encode()).digest() for row in range(count))
     return [int.from_bytes(digest[:4], "little") >> 1 for digest in digests]

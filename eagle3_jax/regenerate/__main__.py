@@ -1,31 +1,33 @@
 """prompts -> conversations that the target itself answered.
 
-`python -m eagle3_jax.regenerate --config configs/quickstart.yaml` keeps the users' turns and lets the target answer
-them: a draft head learns to foretell what the target says, not what is right. Answers go to
-`conversations/*.jsonl.partial` as they finish, so that a run that was killed goes on where it was. Conversations that
-the target had in another engine (`prepare`'s source `conversations`) are passed on. Each replica of the mesh
-answers its share with an engine a row, into a log of its own; a rerun may have another number of replicas. With
-`regenerate.servers` process 0 asks those instead. Dialogues are a stream: they begin as there is room, in the prompts'
-order, and end in any. What became no conversation is in `conversations/rejects.jsonl`.
+A draft head learns to foretell what the target says, not what is right. Answers go to `conversations/*.jsonl.partial`
+as they finish, so that a run that was killed goes on where it was. Conversations that the target had in another engine
+(`prepare`'s source `conversations`) are passed on. Each replica of the mesh answers its share with an engine a row,
+into a log of its own; with `regenerate.servers` process 0 asks those instead. Dialogues begin as there is room, in the
+prompts' order, and end in any. What became no conversation is in `conversations/rejects.jsonl`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tqdm
 
-from eagle3_jax.config import SPLITS, RunConfig, run_file
+from eagle3_jax.config import SPLITS, RegenerateConfig, RunConfig, run_file
 from eagle3_jax.data import lines
+from eagle3_jax.decoding import data_parallel
+from eagle3_jax.decoding.engine import Asked, Engine, SamplingParams
+from eagle3_jax.decoding.request import Output
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
-from eagle3_jax.models.checkpoint.fetch import Target, load_target
-from eagle3_jax.regenerate import engines as engines_of
-from eagle3_jax.regenerate.dialogue import Answer, Answers, Counts, Dialogue
+from eagle3_jax.models.checkpoint.fetch import Target, cache_folder, load_target
+from eagle3_jax.regenerate.dialogue import Answer, Answers, Counts, Dialogue, Known, sampling
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 REJECTS = "rejects.jsonl"
@@ -34,8 +36,8 @@ REJECTS = "rejects.jsonl"
 def regenerate(config: RunConfig) -> None:
     """Runs the verb; does nothing when its output is there already.
 
-    Raises ManifestError: unfinished prompts, or the folder holds other work. ValueError: regenerate.max_length is
-    beyond the target's, servers do not hold the target or do not answer, or no prompt could be answered.
+    Raises ManifestError: unfinished prompts, or the folder holds other work. ValueError: servers do not hold the target
+    or do not answer, or no prompt could be answered.
     """
     prompts, folder, settings = config.folder("prepare"), config.folder("regenerate"), config.regenerate
     made_from = manifest.read(prompts, made_by="prepare")
@@ -83,20 +85,67 @@ def _dialogues(prompts: disk.Path, *splits: str) -> Iterator[Dialogue]:
 
 def _ask_engines(config: RunConfig, target: Target, replica: Replica, folder: disk.Path) -> float:
     """Has this process's engines answer the share of its replica. Returns all processes' tokens a second."""
-    engines, prompts = engines_of.load(config.regenerate, target, replica), config.folder("prepare")
-    leads = replica.leader == processes.index()  # the other processes of a replica say the same
+    engines, prompts = load_engines(config.regenerate, target, replica), config.folder("prepare")
+    leads = replica.processes[0] == processes.index()  # the other processes of a replica say the same
     with Answers(_logs(folder)) as known:
         processes.barrier()  # from here on logs grow
         share = itertools.islice(_dialogues(prompts), replica.index, None, replica.count)
         turns = (_turns(prompts) - len(known)) // replica.count
         with _Stored(folder, replica.index if leads else None, turns) as stored:
-            engines_of.converse(engines, config.regenerate, share, known, config.seed, stored.add)
+            converse(engines, config.regenerate, share, known, config.seed, stored.add)
     rates = {"tokens_per_second": stored.rate()} if leads else {}
     return processes.total(rates)["tokens_per_second"]  # all is answered
 
 
+def load_engines(settings: RegenerateConfig, target: Target, replica: Replica) -> list[Engine]:
+    """Loads an engine for each row of a replica, over a target on its mesh; it measures draft sizes to choose among."""
+    sizes: Any = None if settings.draft == "none" else settings.draft, "auto", settings.batch_size, settings.max_length
+    how: Any = {"memory_fraction": settings.memory_fraction, "sample_drafts": False}
+    engines = [Engine.load(row, *sizes, **how) for row in data_parallel.targets(target, replica)]
+    with processes.among(replica.processes):
+        for engine in engines:  # one behind the other: times are measured
+            if len(engine.tiers.tiers) > 1:
+                engine.warm_up(cache_folder() / "programs", progress=sys.stderr.isatty() or processes.say)
+    return engines
+
+
+def converse(
+    engines: Sequence[Engine],
+    settings: RegenerateConfig,
+    dialogues: Iterable[Dialogue],
+    known: Known,
+    seed: int,
+    store: Callable[[Answer], None],
+) -> None:
+    """Has every turn answered that is not known; a dialogue's next turn follows its last answer at once.
+
+    `store` takes each new answer before anything follows it, one at a time. Raises Stopped: a signal came.
+    """
+    tokenizer = engines[0].tokenizer
+
+    def asked(dialogue: Dialogue, known: Known) -> Asked[Dialogue] | None:
+        if (ids := dialogue.next_prompt(known, tokenizer, settings)) is None:
+            return None
+        return dialogue, ids, SamplingParams(**sampling(settings, seed, dialogue.prompt["id"], dialogue.turn))
+
+    def first() -> Iterator[Asked[Dialogue]]:
+        for dialogue in dialogues:
+            if (item := asked(dialogue, known)) is not None:
+                yield item
+
+    def take(dialogue: Dialogue, output: Output) -> Asked[Dialogue] | None:
+        text, ids, end = output.text, output.token_ids, output.finish_reason
+        failed, thoughts, why = end == "error", output.reasoning, output.error or ""
+        answer = Answer(dialogue.prompt["id"], dialogue.turn, text, ids, end == "length", failed, thoughts, why=why)
+        store(answer)
+        command.stop_point()
+        dialogue.take(answer)
+        return asked(dialogue, {})
+
+    data_parallel.converse(engines, first(), take)
+
+
 async def _ask_servers(config: RunConfig, target: Target, folder: disk.Path) -> float:
-    """Has the servers answer. Returns tokens a second."""
     from eagle3_jax.regenerate import fleet  # of an extra
 
     prompts = config.folder("prepare")
@@ -109,15 +158,11 @@ async def _ask_servers(config: RunConfig, target: Target, folder: disk.Path) -> 
 
 
 def _turns(prompts: disk.Path) -> int:
-    """Counts the turns that are to be answered."""
     return sum(dialogue.turns for dialogue in _dialogues(prompts) if dialogue.end is None)
 
 
-class _Stored:
-    """New answers on their way into the log of `writer` (None: into none); a context manager.
-
-    `turns`: how many are to be answered. `more`: what the progress says beside tokens a second.
-    """
+class _Stored(contextlib.AbstractContextManager["_Stored"]):
+    """New answers, of so many turns, on their way into the log of `writer` (None: into none)."""
 
     def __init__(
         self, folder: disk.Path, writer: int | str | None, turns: int, more: Callable[[], str] = lambda: ""
@@ -125,9 +170,6 @@ class _Stored:
         self._log = None if writer is None else disk.Log(folder / f"answers.{writer}.jsonl.partial")
         self._progress, self._more = tqdm.tqdm(total=turns, unit=" answers", disable=writer is None), more
         self._tokens, self._start = 0, time.monotonic()
-
-    def __enter__(self) -> _Stored:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.close()
@@ -142,7 +184,6 @@ class _Stored:
         self._progress.update()
 
     def rate(self) -> float:
-        """Tokens a second, of those whose ids are known."""
         return self._tokens / (time.monotonic() - self._start)
 
 
@@ -169,7 +210,6 @@ def _finish(config: RunConfig, tokenizer: Any, folder: disk.Path, rate: float) -
 
 
 def _logs(folder: disk.Path) -> list[disk.Path]:
-    """Lists the logs of answers, of whatever run and writer."""
     return sorted(folder.glob("*.*.jsonl.partial"))
 
 

@@ -24,36 +24,27 @@ _REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The target's answer in one turn; a line of the log.
-
-    Attributes:
-        token_ids: as they were sampled, the end of sequence included: their text, tokenised again, may be other tokens.
-            None: a server kept them to itself.
-        text: without the `reasoning`; the history of later turns has no more of it.
-        failed: nobody gave an answer to train on; `why` says what they gave.
-        server: its URL; empty for an engine of this process.
-    """
+    """The target's answer in one turn; a line of the log."""
 
     id: str
     turn: int
-    text: str
-    token_ids: list[int] | None
+    text: str  # without the `reasoning`; the history of later turns has no more of it
+    token_ids: list[int] | None  # as sampled, the end of sequence included; None: a server kept them to itself
     truncated: bool
-    failed: bool = False
+    failed: bool = False  # nobody gave an answer to train on; `why` says what they gave
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] | None = None
-    server: str = ""
+    server: str = ""  # its URL; empty for an engine of this process
     why: str = ""
 
 
 Known = Mapping[tuple[str, int], Answer]
 
 
-class Answers(Mapping[tuple[str, int], Answer]):
-    """The answers in some logs, by prompt and turn. A million of them do not lie in memory: only their places do.
+class Answers(Mapping[tuple[str, int], Answer], contextlib.AbstractContextManager["Answers"]):
+    """The answers in some logs, none of which grows, by prompt and turn; in memory lie only their places.
 
-    A context manager, if none of the logs grows. An answer that stands twice counts as it stands last. Raises
-    JsonError: a whole line was altered.
+    An answer that stands twice counts as it stands last. Raises JsonError: a whole line was altered.
     """
 
     def __init__(self, logs: Sequence[disk.Path]) -> None:
@@ -77,9 +68,6 @@ class Answers(Mapping[tuple[str, int], Answer]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __enter__(self) -> Answers:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
@@ -88,18 +76,16 @@ class Answers(Mapping[tuple[str, int], Answer]):
 class Dialogue:
     """A prompt on its way to a conversation.
 
-    Attributes:
-        end: why no more turns follow: "complete", "truncated" (the last answer reached max_tokens), "empty" (the next
-            answer had no text, and was not cut off in its reasoning), "failed" (in the next answer), "too_long" (the
-            next turn does not fit), "refused" (by the chat template), "called" (the last answer calls tools, and nobody
-            here answers for them), "given" (answered before, by another engine).
-        why: of a failed answer.
+    `end` is why no more turns follow: "complete", "truncated" (the last answer reached max_tokens), "empty" (the next
+    answer had no text, and was not cut off in its reasoning), "failed" (in the next answer), "too_long" (the next turn
+    does not fit), "refused" (by the chat template), "called" (the last answer calls tools, and nobody here answers for
+    them), "given" (answered before, by another engine).
     """
 
     prompt: dict[str, Any]
     answers: list[Answer] = dataclasses.field(default_factory=list)
     end: str | None = None
-    why: str = ""
+    why: str = ""  # of a failed answer
 
     @classmethod
     def begin(cls, prompt: dict[str, Any]) -> Dialogue:
@@ -190,11 +176,7 @@ def _more(answer: Answer) -> dict[str, Any]:
 
 
 def sampling(settings: RegenerateConfig, seed: int, name: str, turn: int) -> dict[str, Any]:
-    """How a turn is sampled: `temperature`, `max_tokens`, and a `seed` of 32 bits.
-
-    The temperature is a prompt's: the same in all its turns. The turn's seed comes of the prompt's id and the run's
-    seed: an answer depends neither on who answers nor on where a run was interrupted.
-    """
+    """How a turn is sampled, whoever answers: `temperature`, the same in all turns, `max_tokens`, `seed`."""
 
     def number(text: str) -> int:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

@@ -1,9 +1,8 @@
 """Distributes prompts over servers: bounded concurrency per server, failover while one recovers, no prompt lost.
 
-A server that fails rests, longer each time, until a probe shows that it is well and still holds the target. What it
-was asked is asked of another one. A prompt at which several attempts fail is a reject; so is one that a server refuses
-which is well, or turns away again and again while it answers others. A server that holds something else leaves the
-fleet.
+A server that fails rests, longer each time, until a probe shows that it is well and still holds the target; one that
+holds something else leaves. What it was asked is asked of another one. A prompt at which several attempts fail is a
+reject; so is one that a well server refuses, or turns away again and again while it answers others.
 """
 
 from __future__ import annotations
@@ -37,25 +36,18 @@ Store = Callable[[Answer], None]
 
 @dataclasses.dataclass
 class _Asked:
-    """A dialogue that is being answered, and the ids of its turn's prompt.
-
-    Attributes:
-        failed_at: URLs of servers that failed at this turn. attempts: how often they had begun.
-        blamed: those of them that are likely to be the prompt's fault, since the server was well before.
-        turned_away: how often a server whose probe was well reported that it was busy. since: the first time.
-    """
+    """A dialogue that is being answered, and the ids of its turn's prompt."""
 
     dialogue: Dialogue
     ids: list[int]
-    failed_at: set[str] = dataclasses.field(default_factory=set)
-    attempts: int = 0
-    blamed: int = 0
-    turned_away: int = 0
-    since: float = 0.0
+    failed_at: set[str] = dataclasses.field(default_factory=set)  # URLs of servers, at this turn
+    attempts: int = 0  # how often they had begun
+    blamed: int = 0  # attempts that are likely to be the prompt's fault, since the server was well before
+    turned_away: int = 0  # how often a server whose probe was well reported that it was busy
+    since: float = 0.0  # the first time
     why: str = ""
 
     def failed(self, url: str, why: str = "") -> Answer:
-        """The answer that nobody gave."""
         why = why or f"{self.attempts + self.turned_away} attempts: {self.why}"
         name, turn = self.dialogue.prompt["id"], self.dialogue.turn
         return Answer(name, turn, "", None, truncated=False, failed=True, server=url, why=why)
@@ -73,7 +65,6 @@ class _Member:
     since: float = 0.0  # when it began to rest
 
     async def look(self) -> float:
-        """Compares the server with the target. Returns the seconds that it wants to be left alone."""
         try:
             await self.server.check()
         except Trouble as trouble:
@@ -88,10 +79,7 @@ class _Member:
 
 @contextlib.asynccontextmanager
 async def gathered(settings: RegenerateConfig, target: Target) -> AsyncIterator[Fleet]:
-    """Yields the fleet of `regenerate.servers`, each compared with the target. Those that are ill join later.
-
-    Raises ValueError: a server holds something else, or none of them answers.
-    """
+    """Yields the fleet of `regenerate.servers`; ill ones join later. Raises ValueError: none answers, one differs."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx2.Timeout(settings.deadline, connect=min(_CONNECT, settings.deadline))
     async with httpx2.AsyncClient(limits=limits, timeout=timeout) as client:
@@ -104,7 +92,6 @@ async def gathered(settings: RegenerateConfig, target: Target) -> AsyncIterator[
 
 
 def _named(members: Iterable[_Member]) -> str:
-    """One error for several servers."""
     return "\n  ".join(["regenerate.servers:", *(f"{member.server.url}: {member.why}" for member in members)])
 
 
@@ -166,10 +153,7 @@ class Fleet:
             self._recoveries.clear()
 
     def _check_alive(self, store: Store) -> None:
-        """Gives up prompts that alone are left and were turned away by servers that had answered others.
-
-        Raises ValueError: nobody answers, and nobody is expected to.
-        """
+        """Gives up prompts that alone are left and were turned away. Raises ValueError: nobody answers, nor will."""
         now = time.monotonic()
         gone = all(member.gone for member in self._members)
         if self.well:
@@ -192,7 +176,6 @@ class Fleet:
         return asked.turned_away >= _MOST_ATTEMPTS and long and others
 
     async def _work(self, member: _Member, seed: int, store: Store) -> None:
-        """One of the requests on their way to a server, again and again."""
         while (asked := await self._next(member)) is not None:
             try:
                 await self._converse(member, asked, seed, store)
@@ -228,7 +211,6 @@ class Fleet:
         return asked
 
     async def _converse(self, member: _Member, asked: _Asked, seed: int, store: Store) -> None:
-        """Has the dialogue's turns answered, or gives it back."""
         dialogue, ids = asked.dialogue, asked.ids
         while ids is not None:
             url, sampled = member.server.url, sampling(self._settings, seed, dialogue.prompt["id"], dialogue.turn)
@@ -261,13 +243,11 @@ class Fleet:
             ids = dialogue.next_prompt({}, self._tokenizer, self._settings)
 
     def _rest(self, member: _Member, wait: float = 0.0) -> None:
-        """Has a server that is not well looked at again, after a while."""
         if member not in self._recoveries:
             member.since = time.monotonic()
             self._recoveries[member] = asyncio.create_task(self._recover(member, wait))
 
     async def _recover(self, member: _Member, wait: float) -> None:
-        """Looks at a resting server until it is well or holds something else."""
         if not member.gone:
             processes.say(f"regenerate: {member.server.url} rests: {member.why}")
         while not member.well and not member.gone:

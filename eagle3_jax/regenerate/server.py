@@ -86,10 +86,7 @@ class Server:
         self._dialect: Mapping[str, Any] = {}  # fields beyond OpenAI's that this server takes
 
     async def check(self) -> None:
-        """Compares the server with the target: its model's name, its context, and the ids of a rendered prompt.
-
-        Raises Differs: it is not the target. Trouble: it does not answer now.
-        """
+        """Compares the server with the target: model's name, context, ids of a prompt. Raises Differs, Trouble."""
         try:
             await self._check_model()
             await self._probe()
@@ -97,11 +94,7 @@ class Server:
             raise Differs(str(error)) from error
 
     async def ask(self, dialogue: Dialogue, ids: Sequence[int], **sampling: Any) -> Answer:
-        """Has a dialogue's next turn answered, whose history the target itself renders as `ids`.
-
-        Raises Trouble: no answer now, or half of one. Refused: an answer to another prompt, of other tokens, or none to
-        this one; ask `check` whose fault it is.
-        """
+        """Has a dialogue's next turn answered, whose history the target renders as `ids`. Raises Trouble, Refused."""
         body = {"messages": dialogue.history(), **sampling, **self._dialect}
         tools = {"tools": tools} if (tools := dialogue.prompt.get("tools")) else {}
         try:
@@ -205,10 +198,7 @@ class Server:
             raise Trouble(f"answer: {where}: {first['msg']}: {reprlib.repr(content)}", began=True) from error
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """The content of an answer with status 200. Raises Differs: 401 or 403. Refused: a status that stays.
-
-        Trouble: no connection, no answer in time, a broken one, or a status that may pass.
-        """
+        """Returns an answer's content. Raises Differs: a wrong key. Refused: a lasting status. Trouble: others."""
         try:
             async with asyncio.timeout(self._deadline):
                 answer = await self._client.request(method, self.url + path, json=body, headers=self._headers)
@@ -232,5 +222,4 @@ class Server:
 
 
 def _letters(text: str) -> str:
-    """A text without white space, and without the mark of half a character."""
     return "".join(text.split()).replace("\ufffd", "")

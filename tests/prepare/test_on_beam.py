@@ -19,7 +19,7 @@ from fake_dlp import FakeDlp
 
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.prepare import __main__ as prepare
-from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, WORK
+from eagle3_jax.prepare.cleaning import HELD_OUT, REJECTS, TRAIN, WORK
 from eagle3_jax.runs import command, disk, manifest
 
 beam = pytest.importorskip("apache_beam")

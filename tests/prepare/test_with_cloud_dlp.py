@@ -13,7 +13,7 @@ from fake_dlp import FakeDlp
 from eagle3_jax.config import ConfigError, RunConfig, run_file
 from eagle3_jax.prepare import __main__ as prepare
 from eagle3_jax.prepare import cleaning, cloud_dlp
-from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN
+from eagle3_jax.prepare.cleaning import FINDINGS, HELD_OUT, REJECTS, TRAIN
 from eagle3_jax.runs import manifest
 
 QUESTIONS = [{"prompt": f"What is {a} plus {b}?"} for a in range(2, 6) for b in range(10, 15)]

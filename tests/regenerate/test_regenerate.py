@@ -14,7 +14,6 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.request import Output, Stats
 from eagle3_jax.models import chat_template
 from eagle3_jax.regenerate import __main__ as regenerate
-from eagle3_jax.regenerate import engines
 from eagle3_jax.runs import manifest
 
 IDENTITY = tiny.identity((0, 1, 3))
@@ -103,7 +102,7 @@ def prepared(tmp_path, monkeypatch):
         def run(engine: FakeEngine | None, **changes) -> None:
             target = dataclasses.replace(nobody, identity=IDENTITY | changes)
             monkeypatch.setattr(regenerate, "load_target", lambda *_, only: loaded.append(only) or target)
-            monkeypatch.setattr(engines, "load", lambda *_: [engine])
+            monkeypatch.setattr(regenerate, "load_engines", lambda *_: [engine])
             monkeypatch.setattr(chat_template, "prompt_ids", letters)
             regenerate.regenerate(config)
 
