@@ -22,7 +22,6 @@ class AcceptanceCounts:
     accepted: list[int] = dataclasses.field(default_factory=list)
 
     def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
-        """Adds by depth; a missing depth counts 0."""
         accepted = itertools.zip_longest(self.accepted, other.accepted, fillvalue=0)
         return AcceptanceCounts(self.rounds + other.rounds, [a + b for a, b in accepted])
 

@@ -1,7 +1,4 @@
-"""`python -m eagle3_jax.evaluate`: acceptance, losslessness, and speed against vanilla decoding of the same engine.
-
-The report is JSON with stable keys (see `Tally.report`), overall and under `categories`.
-"""
+"""`python -m eagle3_jax.evaluate`: acceptance, losslessness, and speed against vanilla decoding, as a JSON report."""
 
 from __future__ import annotations
 
@@ -34,15 +31,8 @@ def run(
     """Measures the draft of `config` on the prompts of a file, writes the report to `output` and returns it.
 
     Each row of the mesh has an engine of its own and a share of the prompts; rates are those of one engine. A report of
-    the same measurement is returned unchanged.
-
-    Args:
-        target: a loaded target, for one engine; None loads `config.target`.
-        replace: overwrite a report of another measurement, which is refused otherwise.
-
-    Raises:
-        ManifestError: no draft, or one for another target; `output` is not a report, or one of another measurement.
-        ValueError: no usable prompts.
+    the same measurement is returned unchanged; `replace` overwrites one of another. Raises ManifestError: no draft, or
+    one for another target; `output` holds something else. ValueError: no usable prompts.
     """
     output = disk.path_of(output)
     replica = own_replica(make_mesh(config.mesh))
@@ -84,7 +74,6 @@ def _measure(
     prompts: Sequence[sources.Prompt],
     prompts_path: Place,
 ) -> dict[str, Any]:
-    """Measures the numbers of the report."""
     settings, target = config.evaluate, targets[0]
     room = target.model.config.max_position_embeddings - settings.max_tokens
     fitting, left_out = sources.encode(prompts, target.tokenizer, room, f"--prompts {prompts_path}")
@@ -104,7 +93,7 @@ def _measure(
         found = data_parallel.together(works) if works else []
     own = [{name: dataclasses.asdict(tally) for name, tally in tallies.items()} for tallies in found]
     # The processes of a replica count the same.
-    gathered = processes.gather(own if processes.index() == replica.leader else [])
+    gathered = processes.gather(own if processes.index() == replica.processes[0] else [])
     tallies = [
         {name: Tally(**tally | {"counts": AcceptanceCounts(**tally["counts"])}) for name, tally in row.items()}
         for rows in gathered

@@ -28,10 +28,8 @@ _INSIDE = re.compile(r"(/value)?(/(values|scale|offset))?$")
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Makes a mesh with the axes ("data", "model"), each row within one host or over whole hosts.
 
-    On TPUs a row is a compact block of the topology (2x2 or 2x4 chips), and neighbours in the row are neighbours in the
-    topology. A mesh of fewer than all devices takes the first ones, on a single host only.
-
-    Raises ValueError: the devices are too few, or do not divide into the axes; or two rows would share a host.
+    On TPUs a row is a compact block of the topology (2x2 or 2x4 chips), whose neighbours in the row are neighbours
+    there. Raises ValueError: the devices are too few, do not divide into the axes, or two rows would share a host.
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
@@ -52,7 +50,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def _host_rows(devices: Sequence[Any], size: int) -> list[list[Any]]:
-    """Cuts the devices into rows of `size`, host by host. Raises ValueError: two rows would share a host."""
+    """Cuts the devices into rows of `size`, host by host."""
     hosts = _hosts(devices)
     counts = {len(host) for host in hosts}
     if len(counts) > 1:
@@ -65,7 +63,6 @@ def _host_rows(devices: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def _hosts(devices: Sequence[Any]) -> list[list[Any]]:
-    """Groups the devices by host, in order of the hosts' processes."""
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
@@ -119,20 +116,15 @@ def _block_rows(devices: Sequence[Any], size: int) -> list[list[Any]] | None:
 
 
 def _place(device: Any) -> tuple[int, ...]:
-    """Returns the chip's coordinates and the core's number on it."""
     return (*device.coords, getattr(device, "core_on_chip", 0))
 
 
 def _box(places: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the sides of the smallest box around the places."""
     return tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))
 
 
 def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Lists all places of a box, each beside the one before: the longest side first, back and forth.
-
-    A box of 2 x N closes to a ring.
-    """
+    """Lists all places of a box, each beside the one before, longest side first; a box of 2 x N closes to a ring."""
     order = sorted(range(len(sides)), key=lambda axis: sides[axis])  # the last axis moves fastest
     path: list[tuple[int, ...]] = [()]
     for axis in reversed(order):
@@ -140,29 +132,19 @@ def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(place[order.index(axis)] for axis in range(len(sides))) for place in path]
 
 
-def decoding_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+def decoding_mesh(config: MeshConfig) -> Mesh:
     """Makes the mesh of a single engine: the first devices, as many as the model axis has."""
-    devices = jax.devices() if devices is None else devices
-    return make_mesh(MeshConfig(data=1, model=config.model), devices[: config.model])
+    return make_mesh(MeshConfig(data=1, model=config.model), jax.devices()[: config.model])
 
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """Rows of a mesh that the same processes hold; these processes work on their own.
-
-    Where the model axis lies within a process, a replica is all rows of that process. Where it spans several processes,
-    a replica is one row.
-    """
+    """Rows of a mesh that the same processes hold: all rows of a process, or one row of several processes."""
 
     mesh: Mesh  # the rows, (some of data) x model
     index: int  # among the `count` replicas, the same on all its processes
     count: int
-    processes: tuple[int, ...]
-
-    @property
-    def leader(self) -> int:
-        """The process that writes the results that all hold."""
-        return self.processes[0]
+    processes: tuple[int, ...]  # the first one leads: it writes the results that all hold
 
     @property
     def rows(self) -> list[Mesh]:
@@ -202,10 +184,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def put(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Puts a host array, equal on all processes that share `sharding`, on its devices.
-
-    `jax.device_put` would send the whole array to all processes, to check that it is the same there.
-    """
+    """Puts a host array, equal on all processes, on devices; `jax.device_put` would send it to all, to compare it."""
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
@@ -255,20 +234,15 @@ def constrain(tree: Any, rules: Rules) -> Any:
 def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Rules) -> Any:
     """Chooses a NamedSharding for each leaf of a pytree of arrays or ShapeDtypeStructs; returns the same pytree.
 
-    Args:
-        rules: (regex, spec) pairs. The regex is searched for in the leaf's path, such as "layers/0/attention/kernel";
-            the first match wins, no match means replicated. A dimension that its mesh axes do not divide is replicated.
-
-    Raises ValueError: a spec has more entries than the leaf has dimensions.
+    The regex of a rule is searched for in the leaf's path, such as "layers/0/attention/kernel"; the first match wins,
+    no match means replicated. A dimension that its mesh axes do not divide is replicated. Raises ValueError: a spec has
+    more entries than the leaf has dimensions.
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: sharding_of(path, leaf, mesh, rules), tree)
 
 
 def parameter_path(path: tuple[Any, ...]) -> str:
-    """Formats a pytree path inside a module as "blocks/0/attention/qkv".
-
-    An NNX variable is itself a node with the child "value"; the arrays of a quantised matrix have the matrix's path.
-    """
+    """Formats a pytree path in a module, "blocks/0/attention/qkv", without what lies inside a variable or matrix."""
     return _INSIDE.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
 
 

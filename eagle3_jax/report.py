@@ -1,7 +1,4 @@
-"""`python -m eagle3_jax.report`: a run's measurements as a table, as `report.json` and as a picture.
-
-With `--data`: tables of what the run learns from, once `prepare` has finished.
-"""
+"""`python -m eagle3_jax.report`: a run's measurements as table, `report.json` and picture; or its data, as tables."""
 
 from __future__ import annotations
 
@@ -23,14 +20,11 @@ _UPRIGHT = 7  # most categories with room for names and numbers side by side
 
 
 def run(config: RunConfig) -> dict[str, Any]:
-    """Writes `report.json` and `report.png` into the run's folder.
+    """Writes `report.json` and `report.png` into the run's folder; returns the former's content.
 
-    Returns:
-        The content of `report.json`: `drafts` (one entry per file of the evaluation folder, e.g. "chain", "tree", each
-        overall and per category, with its `draft`, `settings`, `hardware` and `versions`), `stages` (manifests' results
-        and seconds), `target`, `prompts_file`.
-
-    Raises ValueError: no evaluation yet, or evaluations of different targets or prompts.
+    It has `drafts` (one entry per file of the evaluation folder, e.g. "chain", each overall and per category, with its
+    `draft`, `settings`, `hardware` and `versions`), `stages` (manifests' results and seconds), `target`,
+    `prompts_file`. Raises ValueError: no evaluation yet, or evaluations of different targets or prompts.
     """
     folder = config.run_folder
     evaluations = _evaluations(config.folder("evaluate"))
@@ -43,10 +37,7 @@ def run(config: RunConfig) -> dict[str, Any]:
 
 
 def data(config: RunConfig) -> str:
-    """Formats what the run learns from as tables, from the manifests of the stages that have finished.
-
-    Raises ManifestError: `prepare` has not finished.
-    """
+    """Formats tables of what the run learns from, by its stages' manifests. Raises ManifestError: no `prepare` yet."""
     prompts = manifest.read(config.folder("prepare"), "prepare", verify=False)["results"]
     later = {verb: stage["results"] for verb, stage in _stages(config).items() if "results" in stage}
     answers, features = (later.get(verb, {}).get("train", {}) for verb in ("regenerate", "extract"))
@@ -85,7 +76,6 @@ def data(config: RunConfig) -> str:
 
 
 def _middle(counts: dict[str, int]) -> int:
-    """Returns the least bound within which half of all are."""
     ordered = sorted((int(bound), count) for bound, count in counts.items())
     seen = itertools.accumulate(count for _, count in ordered)
     return next(bound for (bound, _), n in zip(ordered, seen, strict=True) if 2 * n >= sum(counts.values()))

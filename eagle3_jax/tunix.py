@@ -49,18 +49,10 @@ class EngineRollout(BaseRollout):
         rollout_config: RolloutConfig,
         mesh: Any = None,
     ) -> None:
-        """Takes the actor's weights over. `RLCluster` gives all but the engine.
+        """Takes the weights of the actor, Tunix's model without LoRA, over. `RLCluster` gives all but the engine.
 
-        Args:
-            engine: answers the prompts. Its target is the actor's architecture: Llama, Qwen 2 or Qwen 3.
-            rollout_actor: Tunix's model, without LoRA.
-            tokenizer: Tunix's adapter of a tokenizer.
-            rollout_config: its temperature is that of `get_per_token_logps`.
-            mesh: is not read; the engine has its own devices.
-
-        Raises:
-            ValueError: weights that do not fit (see `Engine.replace_target`), or an actor that computes something else
-                than the engine's target does.
+        The engine's target has the actor's architecture: Llama, Qwen 2 or Qwen 3. Raises ValueError: weights that do
+        not fit (see `Engine.replace_target`), or an actor that computes something else than the engine's target does.
         """
         self._engine, self._tokenizer, self._seeds = engine, tokenizer, np.random.default_rng(0)
         self._temperature = rollout_config.temperature or 1.0
@@ -69,21 +61,12 @@ class EngineRollout(BaseRollout):
             self._check(rollout_actor)
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
-        """Answers prompts, encoded as Tunix's samplers do, without a chat template.
+        """Answers each prompt, encoded as Tunix's samplers do, without a chat template.
 
-        Args:
-            prompts: one for each answer.
-            rollout_config: length, temperature, top-p, top-k, seed, ends, and whether log-probabilities are returned.
-                Without a seed each call draws other numbers, the same ones in each run.
-            **kwargs: further fields of `SamplingParams`.
-
-        Returns:
-            Text without special tokens. Tokens and log-probabilities without padding; an end-of-sequence token is the
-            last one.
-
-        Raises:
-            ValueError: a prompt that leaves less than `max_tokens_to_generate` tokens of the engine's `max_length`, or
-                that holds the padding token, which learners leave out.
+        Without `rollout_config.seed` each call draws other numbers, the same ones in each run. `kwargs` are further
+        fields of `SamplingParams`. Text comes without special tokens; tokens and log-probabilities without padding,
+        with the end-of-sequence token. Raises ValueError: a prompt that leaves less than `max_tokens_to_generate` of
+        the engine's `max_length`, or that holds the padding token, which learners leave out.
         """
         config, pad = rollout_config, self.pad_id()
         encoded = [self._encode(prompt) for prompt in prompts]
@@ -92,7 +75,9 @@ class EngineRollout(BaseRollout):
             raise ValueError(f"prompts: got {length} tokens with an answer, expected {self._engine.max_length} at most")
         if any(pad in ids for ids in encoded):
             raise ValueError(f"prompts: got the padding token, {pad}, expected a `pad_token` that no prompt has")
-        random = self._seeds if config.seed is None else np.random.default_rng(_words(config.seed))
+        random, seed = self._seeds, config.seed
+        if seed is not None:
+            random = np.random.default_rng(np.ravel(jax.random.key_data(seed) if isinstance(seed, jax.Array) else seed))
         asked: dict[str, Any] = dict(
             temperature=config.temperature,
             top_p=1.0 if config.top_p is None else config.top_p,
@@ -122,21 +107,14 @@ class EngineRollout(BaseRollout):
     def get_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> Float[Array, "b c"]:
         """Computes log-probabilities under the engine's policy now, at the temperature of the training.
 
-        Args:
-            prompt_tokens: int [b, p], padded on the left.
-            completion_tokens: int [b, c], padded on the right; what stands at padding means nothing.
+        Prompts, int [b, p], are padded on the left; completions, int [b, c], on the right, where they mean nothing.
         """
         return _apart(self._logprobs, prompt_tokens, completion_tokens, self._temperature)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Goes on with another policy, see `Engine.replace_target`.
+        """Goes on with another policy, see `Engine.replace_target`; the trainer may donate Tunix's `params`.
 
-        Args:
-            params: Tunix's, on any devices of this process; the trainer may donate them.
-            filter_types: is not read: the names say what the parameters are.
-
-        Raises:
-            WeightsError: a ValueError with every array that does not fit, LoRA's among them.
+        Raises WeightsError: a ValueError with every array that does not fit, LoRA's among them.
         """
         embed = self._engine.target.embed[...]
         if jax.tree.leaves(params)[0].devices() != embed.devices():
@@ -167,7 +145,6 @@ class EngineRollout(BaseRollout):
             return _next_logprobs(self._engine.target, tokens, starts, completions.shape[1], temperature)
 
     def _check(self, actor: nnx.Module) -> None:
-        """Compares the learner's log-probabilities of random tokens with the engine's."""
         vocabulary = self._engine.target.config.vocab_size
         tokens = np.random.default_rng(0).integers(vocabulary, size=(1, 128), dtype=np.int32)
         tokens[tokens == self.pad_id()] = (self.pad_id() + 1) % vocabulary
@@ -200,14 +177,6 @@ def _next_logprobs(
 
 
 def _apart(work: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Works in a thread of its own, outside the caller's mesh, for which each program would be compiled once more.
-
-    Nor do the transfer guards of `RLCluster.sync_weights` hold there: of the weights the engine reads a few flags.
-    """
+    """Works in a thread of its own, outside the caller's mesh (programs compile once) and transfer guards."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work, *arguments).result()
-
-
-def _words(seed: Any) -> Any:
-    """Returns what numpy takes as a seed, of an integer or of a key of JAX."""
-    return np.ravel(jax.random.key_data(seed) if isinstance(seed, jax.Array) else seed)

@@ -46,18 +46,15 @@ def test_overrides_of_one_section_are_checked_together(example):
     assert run_file.load(example, tree).evaluate.tree == DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
 
 
-def test_auto_replaces_a_tree_on_the_command_line(example):
-    example.write_text(example.read_text() + "evaluate: {limit: 5, tree: {num_steps: 2, num_draft_tokens: 3}}\n")
+def test_auto_and_a_tree_replace_each_other_on_the_command_line(example):
+    plain, tree = example.read_text(), ["--evaluate.tree.num-steps", "3", "--evaluate.tree.num-draft-tokens=4"]
+    example.write_text(plain + "evaluate: {limit: 5, tree: {num_steps: 2, num_draft_tokens: 3}}\n")
     for words in (["--evaluate.tree", "auto"], ["--evaluate.tree=auto"]):
         changed = run_file.load(example, [*words, "--evaluate.max-tokens", "7"]).evaluate
         assert (changed.tree, changed.limit, changed.max_tokens) == ("auto", 5, 7)
     with pytest.raises(ConfigError, match=r"evaluate\.tree"):
         run_file.load(example, ["--evaluate.tree", "autos"])
-
-
-def test_a_tree_replaces_auto_on_the_command_line(example):
-    example.write_text(example.read_text() + "evaluate: {limit: 5, tree: auto}\n")
-    tree = ["--evaluate.tree.num-steps", "3", "--evaluate.tree.num-draft-tokens=4"]
+    example.write_text(plain + "evaluate: {limit: 5, tree: auto}\n")
     changed = run_file.load(example, tree).evaluate
     assert (changed.tree, changed.limit) == (DraftTree(num_steps=3, num_draft_tokens=4), 5)
 

@@ -114,30 +114,23 @@ def test_the_table_says_it_all(config: RunConfig) -> None:
     ]
 
 
-def test_the_engine_s_own_choice_is_the_headline(config: RunConfig, tmp_path: pathlib.Path, monkeypatch) -> None:
-    assert report.headline(report.run(config)) is None
-    chosen = evaluation("chain", 120.0)
+def test_the_engine_s_own_choice_is_the_headline(drawn) -> None:
+    evaluations, chosen = {name: evaluation(name) for name in TREES}, evaluation("chain", 120.0)
+    assert report.headline(report.assemble(evaluations, {})) is None
     chosen["config"]["evaluate"]["tree"] = "auto"
-    (tmp_path / "evaluation/auto.json").write_text(json.dumps(chosen))
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
-    made = report.run(config)
-    monkeypatch.undo()
-    assert list(made["drafts"]) == ["chain", "tree", "auto"]
+    made = report.assemble(evaluations | {"auto": chosen}, {})
     headline = f"{chosen['speedup']:.2f} times as fast as vanilla decoding"
     assert report.table(made).splitlines()[-1] == f"{headline}, with what the engine chose"
-    assert figures[0].get_suptitle().strip() == f"smollm2-135m-instruct with drafts: {headline}"
-    speedups, shares = figures[0].axes
+    figure = drawn(made)
+    assert figure.get_suptitle().strip() == f"smollm2-135m-instruct with drafts: {headline}"
+    speedups, shares = figure.axes
     assert "auto" in [bars.get_label() for bars in speedups.containers]
     assert [line.get_label() for line in shares.lines] == ["chain", "tree"], "of mixed shapes no position is drawn"
 
 
-def test_bars_and_points_of_the_picture_are_the_report_s_numbers(config, tmp_path, monkeypatch) -> None:
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
-    made = report.run(config)
-    speedups, shares = figures[0].axes
-    monkeypatch.undo()
+def test_bars_and_points_of_the_picture_are_the_report_s_numbers(drawn) -> None:
+    made = report.assemble({name: evaluation(name) for name in TREES}, {})
+    speedups, shares = (figure := drawn(made)).axes
     labels = [text.get_text().replace("\n", "_") for text in speedups.get_xticklabels()]
     assert labels == ["all prompts", *CATEGORIES]
     assert [bars.get_label() for bars in speedups.containers] == ["chain", "tree"]
@@ -152,7 +145,7 @@ def test_bars_and_points_of_the_picture_are_the_report_s_numbers(config, tmp_pat
         assert list(percents) == pytest.approx([100 * share for share in made["drafts"][line.get_label()]["alpha"]])
     for axes in (speedups, shares):
         assert {"chain", "tree"} <= {text.get_text() for text in axes.get_legend().get_texts()}
-    headline = " ".join(text.get_text() for text in figures[0].texts)
+    headline = " ".join(text.get_text() for text in figure.texts)
     for name, draft in made["drafts"].items():
         assert f"{name}: speed-up {draft['speedup']:.2f}x, tau {draft['tau']:.2f}, identical 19/20" in headline
 

@@ -1,8 +1,4 @@
-"""`python -m eagle3_jax.benchmark WHAT`: speed on this machine.
-
-`decode` times every draft size at every batch size within one engine. `tune` finds the fastest size in as few turns as
-it can. `serve` times servers under traffic: latency and throughput against concurrency.
-"""
+"""`python -m eagle3_jax.benchmark WHAT`: speed on this machine, by `decode`, `tune` and `serve`."""
 
 from __future__ import annotations
 

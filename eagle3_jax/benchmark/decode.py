@@ -1,14 +1,12 @@
 """`python -m eagle3_jax.benchmark decode`: the speed of every draft size at every batch size, on this machine.
 
-Vanilla decoding, every draft size and the engine's own choice ("auto") answer the same prompts in turns, within one
-engine for each batch size. Each turn draws its order anew. The files lie in `<run_dir>/benchmark`: `decode.jsonl`, a
-record for each batch and draft size in the format of SGLang's bench_speculative.py; `decode.json`, all measurements;
-`decode.png`.
+Vanilla decoding, every draft size and the engine's own choice ("auto") answer the same prompts in turns, in other
+orders, within one engine for each batch size. `<run_dir>/benchmark` gets `decode.jsonl`, a record for each batch and
+draft size in the format of SGLang's bench_speculative.py; `decode.json`, all measurements; `decode.png`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -61,11 +59,8 @@ def run(
     """Measures, writes the files, and returns the content of `decode.json`.
 
     The figures of a batch size are kept in `decode_<batch>.json`; a later run does not measure them again.
-    `compare="transformers"` measures Hugging Face transformers too, plain and with prompt lookup (batch 1), with the
-    extra `reference`. Without `target` it loads `config.target`.
-
-    Raises ManifestError: the draft is missing, or was made for another target. ValueError: no usable prompts, or a
-    comparison that cannot be.
+    `compare="transformers"` measures Hugging Face transformers too, plain and with prompt lookup (batch 1). Raises
+    ManifestError: no draft, or one for another target. ValueError: no usable prompts, or no comparison.
     """
     settings, folder = config.benchmark, config.folder("benchmark")
     if compare is not None and importlib.util.find_spec("torch") is None:
@@ -81,11 +76,11 @@ def run(
             command.stop_point()
             path = folder / f"decode_{batch}.json"
             with disk.lock(path):
-                found = processes.agree(lambda path=path: _finished(path, identity))
-                if found is None:
-                    found = measure_batch(config, what, batch, compare)
-                    processes.agree(lambda p=path, f=found: disk.write_json(p, {"identity": identity, "measured": f}))
-            batches.append(found)
+                kept = processes.agree(lambda path=path: disk.kept(path, identity))
+                if kept is None:
+                    kept = {"identity": identity, "measured": measure_batch(config, what, batch, compare)}
+                    processes.agree(lambda path=path, kept=kept: disk.write_json(path, kept))
+            batches.append(kept["measured"])
         report = {**identity, "batches": batches, "config": run_file.to_dict(config)}
         processes.agree(lambda: _write(folder, report))
 
@@ -106,15 +101,12 @@ def on_one_replica(
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """The target, draft (as `Engine.load` takes it) and prompts (token ids) of a measurement.
-
-    `identity` names everything that the figures depend on.
-    """
+    """The target, draft (as `Engine.load` takes it) and prompts (token ids) of a measurement."""
 
     target: Target
     draft: str
     prompts: list[list[int]]
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # everything that the figures depend on
 
     @classmethod
     def of(cls, config: RunConfig, prompts_path: disk.Path, target: Target | None, replica: Replica) -> Material:
@@ -309,12 +301,3 @@ def _write(folder: disk.Path, report: dict[str, Any]) -> None:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
         with disk.atomic(folder / "decode.png") as temporary:
             draw(report, temporary)
-
-
-def _finished(path: disk.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """Reads the kept figures of a batch size; None where they belong to another measurement."""
-    with contextlib.suppress(OSError, ValueError):
-        found = disk.read_json(path)
-        if found.get("identity") == json.loads(json.dumps(identity)):
-            return found["measured"]
-    return None

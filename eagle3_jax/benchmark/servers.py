@@ -1,11 +1,9 @@
 """`python -m eagle3_jax.benchmark serve`: latency and throughput of a server under traffic, with drafts and without.
 
-`python -m eagle3_jax.serve` is started twice: without drafts, and with the draft that `serve` configures. Servers that
-run already (`--compare NAME=URL`) are measured beside them. On CPUs all of them take turns, level by level, so that a
-slow minute of the machine meets each. An accelerator has room for one server: there the next starts when one has ended.
-
-All measurements lie in `<run_dir>/benchmark/serve.json`. The figures of a server are kept in `serve_<name>.json` after
-each level; a later run does not measure them again.
+`python -m eagle3_jax.serve` is started twice: without drafts, and with the draft that `serve` configures. On CPUs all
+servers take turns, level by level; on an accelerator, with room for one, the next starts when one has ended. All
+measurements lie in `<run_dir>/benchmark/serve.json`. The figures of a server are kept in `serve_<name>.json` after each
+level; a later run does not measure them again.
 """
 
 from __future__ import annotations
@@ -47,12 +45,8 @@ def run(
 ) -> dict[str, Any]:
     """Measures, writes the files, and returns the content of `serve.json`.
 
-    Args:
-        others: name -> URL of further servers, with the version: http://127.0.0.1:8001/v1.
-        keys: name -> API key of the servers that want one. Keys are written nowhere.
-
-    Raises ValueError: there are no prompts, a name is taken, another process holds the device, or a server does not
-    start or answer.
+    `others`: name -> URL, with the version, of further servers; `keys`: name -> API key, which is written nowhere.
+    Raises ValueError: no prompts, a taken name, a device that another process holds, a server that does not answer.
     """
     prompts_path, others, keys = disk.path_of(prompts_path), others or {}, keys or {}
     if taken := {VANILLA, SPECULATIVE} & set(others):
@@ -94,8 +88,6 @@ def run(
 
 @dataclasses.dataclass
 class _Measured:
-    """A server and its figures, which a file keeps: `levels` as in `serve.json`, without `identical`."""
-
     path: disk.Path
     identity: dict[str, Any]
     server: AbstractContextManager[Endpoint]
@@ -103,10 +95,7 @@ class _Measured:
     levels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        kept: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            kept = disk.read_json(self.path)
-        if kept.get("identity") == self.identity:  # an earlier run was this very measurement
+        if kept := disk.kept(self.path, self.identity):  # an earlier run was this very measurement
             self.model, self.levels = kept["model"], kept["levels"]
 
     def add(self, level: dict[str, Any]) -> None:
@@ -115,7 +104,6 @@ class _Measured:
 
 
 def _loads(traffic: TrafficConfig) -> Sequence[tuple[str, int | float]]:
-    """Lists the levels: (kind, clients or requests a second)."""
     return [("concurrency", clients) for clients in traffic.concurrency] + [("rate", rate) for rate in traffic.rates]
 
 
@@ -173,7 +161,6 @@ def _hardware() -> dict[str, Any]:
 
 
 def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
-    """Returns the configuration that a server is started with."""
     values = run_file.to_dict(config)
     values["serve"] |= {"port": 0, "host": "127.0.0.1", "api_key_variable": None, "api_key_file": None}
     if vanilla:

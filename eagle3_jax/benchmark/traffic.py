@@ -75,7 +75,6 @@ class Endpoint:
 
 
 async def _read(response: httpx2.Response, timing: Timing, sent: float) -> Timing:
-    """Reads the answer's events."""
     pieces: list[tuple[float, str]] = []
     usage: dict[str, Any] = {}
     async for line in _lines(response):
@@ -143,14 +142,12 @@ async def poisson(ask: Ask, prompts: Sequence[Prompt], rate: float, seed: int) -
 
 
 def summary(timings: Sequence[Timing]) -> dict[str, Any]:
-    """Sums up the requests of one level: overall, and under `categories`.
-
-    `seconds` are from the first request to the last answer; `ttft`, `tpot` and `latency` have mean, p50, p95, p99.
-    """
+    """Sums up the requests of one level: overall, and under `categories`."""
     answered = [timing for timing in timings if timing.error is None]
     errors = [timing.error for timing in timings if timing.error is not None]
     found = _figures(answered) | {"requests": len(timings), "failed": len(errors), "errors": errors[:3]}
     if answered:
+        # From the first request to the last answer.
         seconds = max(timing.sent + timing.latency for timing in answered) - min(timing.sent for timing in timings)
         rates = {"tokens_per_second": found["tokens"] / seconds, "requests_per_second": len(answered) / seconds}
         found |= {"seconds": seconds, **rates}
@@ -164,7 +161,6 @@ def _figures(timings: Sequence[Timing]) -> dict[str, Any]:
 
 
 def _distribution(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Computes mean and percentiles; None without values."""
     known = [value for value in values if value is not None]
     if not known:
         return None

@@ -1,12 +1,9 @@
 """`python -m eagle3_jax.benchmark tune`: the fastest draft size for a head and kind of prompt, on this machine.
 
-The sizes race (successive elimination). In each turn the sizes still in the race answer the same next prompts, in an
-order drawn anew; so does the default, an engine of its own with `tree="auto"`. A size that is slower than the leader
-beyond doubt leaves. The race ends when one is left, or after `benchmark.tune_turns`. The winner was chosen for its
-times, so they flatter it: its lead over the default is measured anew, on the prompts that come next.
-
-The files lie in `<run_dir>/benchmark`: `tune.json`, and `tuned.yaml` for `serve` and `evaluate`: the run's config
-with the fastest sizes and the draft of the race.
+The sizes race (successive elimination). In each turn those still in the race answer the same next prompts, in an order
+drawn anew; so does the default, an engine of its own with `tree="auto"`. A size that is slower than the leader beyond
+doubt leaves. The winner's times flatter it: its lead over the default is measured anew, on the prompts that come next.
+`<run_dir>/benchmark` gets `tune.json`, and `tuned.yaml`, a config for `serve` and `evaluate` with the fastest sizes.
 """
 
 from __future__ import annotations
@@ -67,10 +64,7 @@ def left(seconds: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def run(config: RunConfig, prompts_path: str | disk.Path, target: Target | None = None) -> dict[str, Any]:
-    """Races on one replica of the mesh, writes the files, and returns the content of `tune.json`.
-
-    Raises ManifestError: the draft is missing, or was made for another target. ValueError: no usable prompts.
-    """
+    """Races on one replica of the mesh, writes the files, and returns `tune.json`'s content. Raises as `decode.run`."""
     folder = config.folder("benchmark")
 
     def measure(what: Material) -> None:
@@ -136,10 +130,9 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
 
 
 def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
-    """Returns the run's config with each verb's fastest size: that of the measured batch size nearest to the verb's.
+    """Returns the run's config with each verb's fastest size, at the measured batch size nearest to its own, and draft.
 
-    The draft is the one of the race. Where vanilla decoding or the default is the fastest, the verb keeps its draft and
-    the engine chooses ("auto").
+    Where vanilla decoding or the default is the fastest, the verb keeps its draft and the engine chooses ("auto").
     """
     values = run_file.to_dict(config)
     for verb in ("serve", "evaluate"):

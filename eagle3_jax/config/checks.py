@@ -48,20 +48,14 @@ class ConfigError(ValueError):
 
 
 def require(condition: bool, field: str, got: object, expected: str) -> None:
-    """Refuses values of a section that exclude each other, in its `__post_init__`; `field` is the name in the section.
-
-    Raises ValueError, which pydantic reports together with all other problems.
-    """
+    """Refuses values that exclude each other, in `__post_init__`; pydantic reports the ValueError with all others."""
     if not condition:
         raise ValueError(f"{field}: got {got!r}, expected {expected}")
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def section(name: str = "") -> Callable[[type[_Section]], type[_Section]]:
-    """Makes a class a frozen, keyword-only dataclass whose values pydantic checks, by ConfigError.
-
-    `name` is its place in a RunConfig, which stands before the field in errors.
-    """
+    """Makes a frozen, keyword-only dataclass whose values pydantic checks; `name`, its place, is in ConfigErrors."""
 
     def make(cls: type[_Section]) -> type[_Section]:
         strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -82,10 +76,7 @@ def section(name: str = "") -> Callable[[type[_Section]], type[_Section]]:
 
 
 def problems(error: pydantic.ValidationError, prefix: str = "", meant: Callable[[str], str] | None = None) -> list[str]:
-    """Formats a line for each problem: "train.batch_size: got 0, expected at least 1".
-
-    `prefix` is the values' place in a RunConfig; `meant` gives a suggestion to append for an unknown dotted name.
-    """
+    """Formats a line for each problem: "train.batch_size: got 0, expected at least 1"; `meant` suggests other names."""
     lines = []
     for item in error.errors():
         kind, got, context = item["type"], item["input"], item.get("ctx", {})

@@ -162,10 +162,6 @@ class PrepareConfig:
         require((project is not None) == needed, "cloud_dlp.project", project, expected)
 
 
-def _by_url(value: object) -> object:
-    return {"url": value} if isinstance(value, str) else value
-
-
 OneOrSeveral = Annotated[
     Annotated[Temperature, Tag("one")] | Annotated[tuple[Temperature, ...], Field(min_length=1), Tag("several")],
     Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one"),
@@ -220,7 +216,7 @@ class RegenerateConfig:
             much it drafts; the answers are the same.
     """
 
-    servers: tuple[Annotated[FleetServer, BeforeValidator(_by_url)], ...] = ()
+    servers: tuple[Annotated[FleetServer, BeforeValidator(lambda x: {"url": x} if isinstance(x, str) else x)], ...] = ()
     deadline: Positive = 600.0
     patience: Positive = 600.0
     temperature: OneOrSeveral = 0.7

@@ -21,8 +21,6 @@ _NONE = ("None", "null")
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """One flag."""
-
     place: str  # "train.ttt_steps"
     kind: Any  # type, without pydantic's annotations
     default: Any
@@ -40,9 +38,9 @@ class _Field:
 
 
 def overrides(words: Sequence[str], others: Collection[str] = ()) -> dict[str, Any]:
-    """Parses `--section.field VALUE ...` into nested values, as texts that the fields' types interpret later.
+    """Parses `--section.field VALUE ...` into nested texts; an unknown flag may mean one of `others`.
 
-    `others` are further flags, which an unknown one may mean. Raises ConfigError: no field, or one without a value.
+    Raises ConfigError: no field, or one without a value.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in fields(RunConfig):

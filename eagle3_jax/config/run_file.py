@@ -15,9 +15,9 @@ from eagle3_jax.runs import disk
 
 
 def load(path: str | disk.Path, overrides: Sequence[str] = (), others: Collection[str] = ()) -> RunConfig:
-    """Reads a YAML run file, local or in a bucket, and applies dotted overrides such as `--train.learning_rate 3e-4`.
+    """Reads a YAML run file and applies overrides such as `--train.learning_rate 3e-4`. Raises ConfigError.
 
-    `others` are further flags, which an unknown one may mean. Raises ConfigError: unreadable file, wrong values.
+    `others` are further flags, which an unknown one may mean.
     """
     path = disk.path_of(path)
     try:

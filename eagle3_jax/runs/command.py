@@ -31,11 +31,9 @@ class Stopped(Exception):
 def run(verb: str, *, resumes: bool | None = True, stopped: int = STOPPED) -> Iterator[None]:
     """Runs the body of a verb's `main`, joined with the run's other processes; an end of one ends all.
 
-    A user's error (ValueError) or a machine's (OSError) ends it with one sentence and status 1. After Ctrl-C it ends by
-    SIGINT (status 130), so that a shell ends the script or loop around it; with `stopped` 0 it exits with 0.
-
-    `resumes` says whether the verb goes on where it was when it is run again; else it begins anew. None: it has no work
-    of its own (a server), and says itself how it stops. `stopped` is the exit status after a stop.
+    A user's error (ValueError) or a machine's (OSError) ends it with one sentence and status 1. A stop ends it with
+    status `stopped`, after Ctrl-C by SIGINT unless that is 0, so that a shell ends the loop around it. `resumes`: run
+    again, the verb goes on where it was, or begins anew; None: it has no work of its own (a server).
     """
     global _asked, _came_to_stop_points
     _asked, _came_to_stop_points = None, False
@@ -116,16 +114,15 @@ EXTRAS = {
 
 
 def require(*extras: str, unused: Collection[str] = ()) -> None:
-    """Checks that the extras are installed; else ends a verb with one sentence, raises ImportError in other programs.
+    """Checks that the extras are installed, apart from modules in `unused`; raises ImportError.
 
-    A verb's `--help` needs no extra: `require` prints it and exits. Modules in `unused` may be missing.
+    A verb ends with one sentence instead; its `--help`, which needs no extra, is printed all the same.
     """
     missing = {
         extra: [name for name in EXTRAS[extra] if name not in unused and importlib.util.find_spec(name) is None]
         for extra in extras
     }
-    modules = ", ".join(name for names in missing.values() for name in names)
-    if not modules:
+    if not (modules := ", ".join(name for names in missing.values() for name in names)):
         return
     extra = ",".join(extra for extra, names in missing.items() if names)
     message = f"got no {modules}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'"

@@ -1,7 +1,4 @@
-"""The command line of each verb: its own flags, the sections of the config that it reads, and its `--help`.
-
-No import here needs an extra: `--help` works wherever the package is installed (see `command.require`).
-"""
+"""The command line of each verb: its own flags, its sections of the config, and its `--help`, which needs no extra."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ _PROMPTS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a verb ("train", "benchmark decode"); `says` is a sentence about it.
-
-    Its help also lists the `sections` of the config that the verb reads.
-    """
+    """The parser of a verb ("benchmark decode"), whose help lists the `sections` of the config that it reads."""
 
     def __init__(self, verb: str, says: str, sections: Sequence[str]) -> None:
         super().__init__(prog=f"python -m eagle3_jax.{verb}", description=says, allow_abbrev=False)
@@ -141,8 +135,8 @@ def parser_of(verb: str) -> Parser:
 def read(verb: str, argv: Sequence[str] | None = None) -> tuple[RunConfig, argparse.Namespace]:
     """Parses `python -m eagle3_jax.<verb> --config FILE [--flag VALUE ...] [--section.field VALUE ...]`.
 
-    Without a run the folder of the run is the working directory, and drafts are those of the head in this package.
-    Exits with status 2 and a sentence when the configuration is refused, or a bucket that it names.
+    Without a run its folder is the working directory, and drafts are those of the packaged head. Exits with status 2
+    and a sentence when the configuration is refused, or a bucket that it names.
     """
     parser = parser_of(verb)
     arguments, rest = parser.parse_known_args(argv)

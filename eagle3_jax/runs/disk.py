@@ -70,10 +70,7 @@ class LockError(ValueError):
 
 
 def check_address(field: str, address: str | Path, *, writable: bool = True, asks: bool = True) -> None:
-    """Refuses a path with characters that the store's clients cannot use, or a bucket that may not be used.
-
-    `asks` asks a bucket whether it exists and may be read or, with `writable`, written. Raises AddressError.
-    """
+    """Refuses characters that clients cannot use; `asks` whether a bucket is there, `writable`. Raises AddressError."""
     try:
         store_of(address).check(path_of(address), writable, asks)
     except ValueError as error:
@@ -132,6 +129,14 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return _object(read_bytes(path), str(path))
 
 
+def kept(path: str | Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """Reads a JSON file of work with this `identity`; None where there is none, or another's."""
+    with contextlib.suppress(OSError, ValueError):
+        found = read_json(path)
+        return found if found.get("identity") == json.loads(json.dumps(identity)) else None
+    return None
+
+
 def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
     """Writes a JSON object with a checksum in it, atomically."""
     write_json(path, values | {"checksum": _checksum(values)})
@@ -160,7 +165,7 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
             yield _object(line, f"{path}, line {number}")
 
 
-class Log:
+class Log(contextlib.AbstractContextManager["Log"]):
     """A file of lines that grows and survives a kill; a context manager.
 
     A local line is in the file when `write` returns. In a bucket `path` is a folder of sealed segments; a kill loses
@@ -178,9 +183,6 @@ class Log:
         """Adds a line for `read_log`: a checksum and JSON."""
         text = json.dumps(value, ensure_ascii=False)
         self.write(f"{zlib.crc32(text.encode()):08x} {text}\n")
-
-    def __enter__(self) -> Log:
-        return self
 
     def close(self) -> None:
         """Ends the log; all lines are stored then. Raises OSError."""

@@ -32,8 +32,7 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 def silence_xla() -> None:
     """Sets the level of XLA's log, unless it is set, or jaxlib, which reads it once, is imported.
 
-    XLA logs two errors of 2,000 characters for every program from a CPU's compilation cache: the machine that compiled
-    it allegedly misses "features" such as prefer-no-gather. Real failures raise.
+    XLA logs two long errors for every program from a CPU's compilation cache, about "features" of machines.
     """
     if "jaxlib" in sys.modules:
         return

@@ -30,8 +30,7 @@ class ManifestError(ValueError):
 def claim(folder: str | disk.Path, identity: dict[str, Any], place: str = "run_dir") -> Iterator[bool]:
     """Locks `folder` for the work that `identity` describes; yields what `begin` returns.
 
-    Raises LockError: another run is working on the folder; ManifestError: it holds other work, or the run's processes
-    differ in what they want to do.
+    Raises LockError: another run has the folder; ManifestError: it holds other work, or the processes want others.
     """
     identity = json.loads(json.dumps(identity))
     with disk.lock(folder):
@@ -82,8 +81,7 @@ def finish(folder: str | disk.Path, files: Iterable[str] = (), **results: Any) -
 def read(folder: str | disk.Path, made_by: str, *, verify: bool = True) -> dict[str, Any]:
     """Reads the manifest of a finished folder: {"identity": ..., "files": ..., "results": ..., "versions": ...}.
 
-    `verify` compares the files that it names with their digests. Raises ManifestError: no manifest, the verb that makes
-    it has not finished, or a file was altered since.
+    `verify` compares its files with their digests. Raises ManifestError: none, unfinished, or a file was altered.
     """
     folder = disk.path_of(folder)
     path = folder / NAME
@@ -111,11 +109,9 @@ def shards(folder: disk.Path, manifest: dict[str, Any], name: str) -> list[disk.
 
 
 def _digest(path: disk.Path) -> str | None:
-    """Returns a file's sha256; None where there is no file."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return disk.digest(path)
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def _again(folder: disk.Path, made_by: str) -> str:
@@ -123,10 +119,7 @@ def _again(folder: disk.Path, made_by: str) -> str:
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """Identifies a finished folder as the input of the next verb: a digest over its identity, files and results.
-
-    Times are left out, so that the same work done again has the same fingerprint.
-    """
+    """Identifies a finished folder as an input: a digest of its identity, files and results, without times."""
     essence = json.dumps(_untimed([manifest["identity"], manifest["files"], manifest["results"]]), sort_keys=True)
     return hashlib.sha256(essence.encode()).hexdigest()
 

@@ -26,7 +26,6 @@ from eagle3_jax.runs import machine
 HEARTBEAT, _HEARTBEAT_SECONDS = "EAGLE3_JAX_HEARTBEAT_SECONDS", 100
 # Seconds for which the service outlives the last other process: it still polls for errors while it leaves.
 _LEAVING = 0.5
-# A Cloud TPU VM's list of its workers.
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 # Key in the coordination service: the step after which all stop.
 _STOP = "eagle3_jax/stop"
@@ -81,12 +80,10 @@ def say(text: str) -> None:
 
 
 def agree(compute: Callable[[], Any]) -> Any:
-    """Runs `compute` on process 0 and returns its value on every process; the others wait, however long it takes.
+    """Runs `compute` on process 0 and returns its JSON-ready value on every process; of several, tuples as lists.
 
-    All processes must make the same calls of `agree` and `barrier` in the same order. The value is JSON-ready: where
-    there are several processes, tuples come back as lists.
-
-    Raises Refused: `compute` raised a ValueError or an OSError. (Its own error on process 0.)
+    All processes must make the same calls of `agree` and `barrier` in the same order. Raises Refused: `compute` raised
+    a ValueError or an OSError, which process 0 raises itself.
     """
     if len(_run.members) == 1:
         return compute()
@@ -122,10 +119,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_alike(own: dict[str, Any]) -> None:
-    """Checks that all processes have the JSON-ready values of process 0.
-
-    Raises ValueError on all processes: it names the host, the value and both.
-    """
+    """Checks that all processes have the JSON-ready values of process 0. Raises ValueError on all of them."""
     (leader, expected), *others = gather([socket.gethostname(), own])
     for number, (host, values) in enumerate(others, 1):
         for name in sorted({*expected, *values}):
@@ -189,10 +183,7 @@ def start_distributed() -> None:
 
 
 def heartbeat_seconds() -> int:
-    """Returns the seconds without a heartbeat after which a process is gone; a host may pause for almost as long.
-
-    Raises ValueError: EAGLE3_JAX_HEARTBEAT_SECONDS is no whole number above 0.
-    """
+    """Returns the seconds without a heartbeat after which a process is gone. Raises ValueError."""
     if (seconds := _number(HEARTBEAT)) == 0:
         raise ValueError(f"{HEARTBEAT}: got 0, expected at least 1")
     return _HEARTBEAT_SECONDS if seconds is None else seconds
@@ -258,7 +249,7 @@ def _is_multi_host(environment: Mapping[str, str]) -> bool:
 
 
 def _worker_endpoints() -> str:
-    """Asks for the comma-separated workers of this TPU VM's slice; empty where no Cloud metadata server answers."""
+    """Asks a Cloud TPU VM for its slice's comma-separated workers; empty where no metadata server answers."""
     request = urllib.request.Request(_METADATA, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=3) as answer:

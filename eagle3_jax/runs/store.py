@@ -26,10 +26,7 @@ _PIECE = 1 << 20  # bytes of one read of a whole file
 
 
 class Store:
-    """The store of this machine's folders, and of those that it mounts; `bucket.store.Bucket` overrides every method.
-
-    The first argument of each method is a path of its own store. Raises OSError where the store fails.
-    """
+    """The store of this machine's folders, also of mounted ones; `bucket.store.Bucket` overrides every method."""
 
     at_once = 1  # questions that are asked at once
     unusable = "*?[\\"  # characters that Orbax, TensorStore or `etils` would take for a pattern or another path
@@ -69,10 +66,7 @@ class Store:
             return stream.read(stop - start)
 
     def local(self, folder: Path, without: str = "*") -> pathlib.Path:
-        """Returns a local folder with the files of this one: itself, or a copy that lives as long as this process.
-
-        Files whose name ends with `without` are not copied.
-        """
+        """Returns a local folder with the files of this one: itself, or this process's copy but for names `without`."""
         return folder
 
     @contextlib.contextmanager
@@ -149,10 +143,7 @@ class Store:
 
     @contextlib.contextmanager
     def open_log(self, path: Path) -> Iterator[io.BufferedIOBase]:
-        """Opens a log to be read in any order, one in a bucket from this machine's disk; empty where there is none.
-
-        A last line that a kill tore is cut off the file.
-        """
+        """Opens a log to be read in any order; empty where there is none. A last line that a kill tore is cut off."""
         _cut_torn_line(path)
         with path.open("rb") if path.exists() else io.BytesIO() as stream:
             yield stream
@@ -168,7 +159,6 @@ def lock_file(path: Path) -> Path:
 
 
 def _cut_torn_line(path: pathlib.Path) -> None:
-    """Removes the text behind the last newline of a file that is appended to, if the file exists."""
     size = path.stat().st_size if path.exists() else 0
     if not size:  # which cannot be mapped
         return

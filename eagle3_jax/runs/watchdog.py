@@ -28,8 +28,6 @@ _CHILD = "import sys; sys.stdin.read() or print(sys.argv[1], file=sys.stderr)"
 
 
 class _Watch:
-    """The thread and the child of this process."""
-
     def __init__(self, run: Run, prefix: str) -> None:
         self.over = threading.Event()  # set when the work of all is done
         self.thread = threading.Thread(target=_watch, args=(self, run, prefix), name="watches the processes")
@@ -62,7 +60,7 @@ def end() -> None:
 
 
 def end_all(sentence: str, status: int, error: Exception | None = None) -> None:
-    """Ends this process and all others at once, with a sentence for the user; does nothing where there is a single one.
+    """Ends this process and all others, where there are several, at once, with a sentence for the user.
 
     An `error` of a collective, as the cause, only echoes another process's end, which is reported instead.
     """
@@ -103,7 +101,6 @@ def _watch(own: _Watch, run: Run, prefix: str) -> None:
 
 
 def _exit(own: _Watch | None, sentence: str, status: int) -> None:
-    """Ends this process at once: Python's own exit would wait for the others at JAX's shutdown barrier."""
     if own is not None and own.over.is_set():
         return
     print(sentence, file=sys.stderr, flush=True)
@@ -111,4 +108,4 @@ def _exit(own: _Watch | None, sentence: str, status: int) -> None:
     if own is not None:
         with contextlib.suppress(OSError, ValueError):  # gone, or told already
             own.child.communicate("over")
-    os._exit(status)
+    os._exit(status)  # Python's own exit would wait for the others at JAX's shutdown barrier

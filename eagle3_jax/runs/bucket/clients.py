@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from eagle3_jax.runs.store import Path
 
@@ -27,8 +27,7 @@ def path_of(address: Any) -> Path:
     configure()
     from etils import epath
 
-    found: Any = epath.Path(str(address))
-    return found
+    return cast(Any, epath.Path(str(address)))
 
 
 def split(address: Any) -> tuple[str, str]:

@@ -67,7 +67,7 @@ def _owner(content: bytes) -> str:
 
 
 def _claim(path: Path, owner: str, token: str, seconds: float) -> int:
-    """Takes a free lease, or one whose holder is dead. Returns its generation. Raises BlockingIOError."""
+    """Takes a free lease, or one whose holder is dead. Returns its generation."""
     file, first, until = lock_file(path), None, time.monotonic() + seconds
     while True:
         found = objects.look(file)
@@ -109,6 +109,5 @@ def _renew(file: Path, owner: str, token: str, at: int, seconds: float, over: th
 
 
 def _end(sentence: str) -> None:
-    """Ends this process at once: another run may be writing now."""
     print(sentence, file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(1)  # at once: another run may be writing now

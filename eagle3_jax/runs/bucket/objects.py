@@ -1,4 +1,4 @@
-"""Objects of a bucket: written under a generation precondition, read by ranges, listed and removed."""
+"""Objects of a bucket: written under a generation precondition, read by ranges, listed and removed; logs of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import functools
 import hashlib
 import io
 import pathlib
+import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -18,6 +20,9 @@ from eagle3_jax.runs.store import Path
 ABSENT: Final = 0  # the generation of an object that does not exist
 _PIECE: Final = 32 << 20  # bytes of one ranged read of a whole object
 _AT_ONCE: Final = 4  # such reads on their way
+SEGMENT_SECONDS: Final = 5.0  # a segment is sealed at least so often: a kill loses no more
+_SEGMENT_BYTES: Final = 4 << 20
+_BEGINS: Final = ".begins.jsonl"  # ending of a segment that begins its log anew
 
 
 class BucketError(OSError):
@@ -63,9 +68,7 @@ def size(path: str | Path) -> int:
 def put(path: Path, content: bytes | pathlib.Path, expected: int, timeout: float = 60.0, retry: bool = True) -> int:
     """Writes an object, from memory or a local file, in the place of generation `expected`; returns the new generation.
 
-    Each request has `timeout` seconds; `retry` asks again for about two minutes without an answer.
-
-    Raises Conflict: another generation is there; BucketError: not written.
+    A request has `timeout` seconds; `retry` asks again for about two minutes. Raises Conflict, BucketError.
     """
     from google.api_core import exceptions
 
@@ -91,10 +94,9 @@ def put(path: Path, content: bytes | pathlib.Path, expected: int, timeout: float
 
 
 def _md5(content: bytes | pathlib.Path) -> str:
-    """Hashes content as Cloud Storage names an object's, in base64."""
     made = functools.partial(hashlib.md5, usedforsecurity=False)
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as stream:
-        return base64.b64encode(hashlib.file_digest(stream, made).digest()).decode()
+        return base64.b64encode(hashlib.file_digest(stream, made).digest()).decode()  # as Cloud Storage has it
 
 
 def look(path: Path) -> tuple[bytes, int] | None:
@@ -106,10 +108,7 @@ def look(path: Path) -> tuple[bytes, int] | None:
 
 
 def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
-    """Returns the bytes `start` to `stop` of an object, the whole by default; several threads may ask at once.
-
-    Raises FileNotFoundError, BucketError.
-    """
+    """Returns some bytes of an object, for several threads at once. Raises FileNotFoundError, BucketError."""
     if stop is not None and stop - start > _PIECE:
         return b"".join(pieces(path, start, stop))
     bucket, name = clients.split(path)
@@ -150,9 +149,9 @@ def remove(path: Path) -> None:
 def names_below(folder: Path) -> list[str]:
     """Lists the objects below a folder, relative to it, in order."""
     bucket, name = clients.split(folder)
-    prefix = f"{name.rstrip('/')}/" if name else ""
+    below = _below(name)
     with answered(folder):
-        keys = clients.store(bucket).list(_below(name), strip_prefix_length=len(prefix.encode())).result()
+        keys = clients.store(bucket).list(below, strip_prefix_length=len(below.inclusive_min)).result()
     return sorted(key.decode() for key in keys)
 
 
@@ -161,3 +160,73 @@ def _below(name: str) -> Any:
 
     prefix = f"{name.rstrip('/')}/" if name else ""
     return tensorstore.KvStore.KeyRange(prefix, prefix[:-1] + "0" if prefix else "")  # "0" follows "/"
+
+
+class SegmentedLog:
+    """A log as a folder of segments of a few seconds: objects that a lease's holder writes once, in the background."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder, self._next = path, _next_segment(names_below(path))
+        self._lines: list[bytes] = []
+        self._bytes = 0  # of the lines
+        self._closed = False
+        self._error: OSError | None = None
+        self._due = threading.Condition()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
+
+    def write(self, line: str) -> None:
+        """Adds a line, with its line feed. Raises BucketError: an earlier segment was not written."""
+        if self._error is not None:
+            raise self._error
+        with self._due:
+            self._lines.append(line.encode())
+            self._bytes += len(self._lines[-1])
+            if self._bytes >= _SEGMENT_BYTES:
+                self._due.notify()
+
+    def close(self) -> None:
+        """Seals what is left and waits for its writing. Raises BucketError."""
+        with self._due:
+            self._closed = True
+            self._due.notify()
+        self._writer.join()
+        if self._error is not None:
+            raise self._error
+
+    def _write(self) -> None:
+        closed = False
+        while not closed and self._error is None:
+            with self._due:
+                self._due.wait_for(lambda: self._closed or self._bytes >= _SEGMENT_BYTES, SEGMENT_SECONDS)
+                closed, content, self._lines, self._bytes = self._closed, b"".join(self._lines), [], 0
+            if content:
+                try:
+                    put(self._folder / f"{self._next:06d}.jsonl", content, ABSENT)
+                    self._next += 1
+                except OSError as error:
+                    self._error = error
+
+
+@contextlib.contextmanager
+def open_log(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Opens the segments of a log as one file, from the last one on that begins it."""
+    names = names_below(path)
+    begins = [at for at, name in enumerate(names) if name.endswith(_BEGINS)]
+    with tempfile.TemporaryFile() as stream:
+        for name in names[begins[-1] if begins else 0 :]:
+            stream.write(read(path / name))
+        stream.seek(0)
+        yield stream
+
+
+def rewrite_log(path: Path, content: bytes) -> None:
+    """Replaces a log by writing one segment, which makes those before it void."""
+    names = names_below(path)
+    put(path / f"{_next_segment(names):06d}{_BEGINS}", content, ABSENT)
+    for name in names:
+        remove(path / name)
+
+
+def _next_segment(names: list[str]) -> int:
+    return max((int(name.partition(".")[0]) for name in names), default=0) + 1

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from eagle3_jax.runs.bucket import clients, leases, logs, objects
+from eagle3_jax.runs.bucket import clients, leases, objects
 from eagle3_jax.runs.store import Path, Store
 
 _LAST: Final = "manifest.json"  # the object that marks a folder as whole
@@ -36,9 +36,9 @@ class Bucket(Store):
     remove = staticmethod(objects.remove)
     hold = staticmethod(leases.hold)
     holder = staticmethod(leases.holder)
-    append = staticmethod(logs.SegmentedLog)
-    open_log = staticmethod(logs.open_log)
-    rewrite_log = staticmethod(logs.rewrite_log)
+    append = staticmethod(objects.SegmentedLog)
+    open_log = staticmethod(objects.open_log)
+    rewrite_log = staticmethod(objects.rewrite_log)
 
     def system_path(self, path: str | Path) -> None:
         return None
@@ -128,7 +128,6 @@ class Bucket(Store):
 
 @functools.lru_cache(16)
 def _mirror(folder: Path, generations: tuple[tuple[str, int], ...]) -> pathlib.Path:
-    """Copies objects to a local folder."""
     local = _scratch()
     for name, _ in generations:
         with (local / name).open("wb") as stream:
@@ -137,7 +136,6 @@ def _mirror(folder: Path, generations: tuple[tuple[str, int], ...]) -> pathlib.P
 
 
 def _scratch() -> pathlib.Path:
-    """Makes a folder that this process removes at its end."""
     local = pathlib.Path(tempfile.mkdtemp(prefix="eagle3_jax-"))
     atexit.register(shutil.rmtree, local, ignore_errors=True)
     return local

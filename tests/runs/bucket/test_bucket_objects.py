@@ -6,7 +6,7 @@ import emulator
 import pytest
 
 from eagle3_jax.runs import disk
-from eagle3_jax.runs.bucket import leases, logs, objects
+from eagle3_jax.runs.bucket import leases, objects
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_renewal_whose_answer_was_lost_is_no_loss(folder, monkeypatch):
 
 
 def test_a_log_is_sealed_while_it_is_written(folder, monkeypatch):
-    monkeypatch.setattr(logs, "SEGMENT_SECONDS", 0.2)
+    monkeypatch.setattr(objects, "SEGMENT_SECONDS", 0.2)
     with disk.Log(folder / "log") as log:
         log.append("early")
         until = time.monotonic() + 20
