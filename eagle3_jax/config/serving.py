@@ -11,6 +11,9 @@ from eagle3_jax.config.checks import Count, Positive, Proper, Temperature, requi
 from eagle3_jax.config.kinds import in_target
 from eagle3_jax.config.models import DraftTree, FewBits, TreeOrAuto
 
+CallForm = Literal[
+    "openai", "glm45", "qwen3_coder", "hermes", "mistral", "deepseek_v3", "deepseek_v31", "llama3_json"
+]  # `serve.tools` has them
 _MAX_CLIENT_TIMEOUT = (2**31 - 1) // 1000  # seconds: the socket takes milliseconds as a C int
 
 
@@ -175,6 +178,7 @@ class ServeConfig:
         generation_config: sampling parameters of requests that leave them out: "auto" takes the target's
             generation_config.json, a folder its own; "vllm" takes none (vLLM's word), so that temperature is 1. Its
             `max_new_tokens` limits every answer.
+        tool_call_parser: the form in which the target calls tools, by vLLM's names; None is what its template tells.
         memory_fraction: share of the device's memory for weights and caches; None makes room for the whole batch at
             `max_length`.
         warm_up_folder: folder of compiled programs and measured costs, which make the next start fast; None is a folder
@@ -205,6 +209,7 @@ class ServeConfig:
     queue_limit: Count = 256
     max_length: Annotated[int, Field(ge=2)] = 2048
     generation_config: str = "auto"
+    tool_call_parser: CallForm | None = None
     memory_fraction: Proper | None = None
     warm_up_folder: str | None = None
     api_key_variable: str | None = None

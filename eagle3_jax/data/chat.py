@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from eagle3_jax.models.chat_template import Tools, render, special_tokens, tokenize
+from eagle3_jax.models.chat_template import THOUGHT_END, Tools, render, special_tokens, tokenize
 
 Messages = list[dict[str, Any]]
 
 # Placeholder to locate a content in the rendered text: one word that no template and no text contains.
 _SENTINEL = "qzxsentinelxzq"
-# The end of thoughts inside a content (DeepSeek R1, QwQ, Qwen 3); their templates drop what stands before it.
-THOUGHTS_END = "</think>"
 
 
 def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, Any]] = (), opening: str = "") -> list[int]:
@@ -93,7 +91,7 @@ def _assistant_span(tokenizer: Any, messages: Messages, tools: Tools | None, ind
     # with the white space before it ("[/INST] content").
     head, found, _ = with_content(_SENTINEL + text).partition(_SENTINEL)
     if not found:  # dropped with the thoughts behind it
-        thoughts, end, answer = text.rpartition(THOUGHTS_END)
+        thoughts, end, answer = text.rpartition(THOUGHT_END)
         head, found, _ = with_content(thoughts + end + _SENTINEL + answer).partition(_SENTINEL)
     if not found or not full.startswith(head):
         raise ValueError(f"chat template: rewrites the text before assistant turn {index}, expected it unchanged")

@@ -15,7 +15,7 @@ import numpy as np
 
 from eagle3_jax.data import chat
 from eagle3_jax.data.sources import UNSTATED
-from eagle3_jax.models.chat_template import Tools, prompt_ids
+from eagle3_jax.models.chat_template import THOUGHT_END, Tools, prompt_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _tokenised(
     """
     turns = _turns(messages)
     answers = [messages[index] for index in turns]
-    if not any(answer.get("reasoning_content") or chat.THOUGHTS_END in answer["content"] for answer in answers):
+    if not any(answer.get("reasoning_content") or THOUGHT_END in answer["content"] for answer in answers):
         turns = [len(messages) - 1]  # one rendering holds all
     ids, mask = list[int](), list[int]()
     for index in turns:

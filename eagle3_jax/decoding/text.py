@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from eagle3_jax.models.chat_template import THOUGHT, THOUGHT_END
 from eagle3_jax.models.target_config import ModelConfig
 
 _CUT = "\ufffd"  # a decoder's mark for bytes that are no character, or not yet one
@@ -23,6 +24,14 @@ def end_ids(config: ModelConfig, tokenizer: Any) -> frozenset[int]:
     """Returns the token ids that end an answer: the model's, and the tokenizer's, where fine-tunes may add one."""
     own = getattr(tokenizer, "eos_token_id", None)
     return frozenset(config.eos_token_ids) | ({own} if own is not None and own < config.vocab_size else set())
+
+
+def answer_opening(tokenizer: Any, prompt: Sequence[int]) -> str | None:
+    """Returns the text behind which the answer begins, where the prompt ends in an open thought or before a channel."""
+    end = tokenizer.decode(prompt[-16:]).rstrip()
+    if end.endswith(f"{START}assistant"):
+        return f"{CHANNEL}{ANSWER}{MESSAGE}"
+    return THOUGHT_END if end.endswith(THOUGHT) else None
 
 
 class Channels:

@@ -26,6 +26,8 @@ _FIXED_CLOCK = (
 )
 # Names of templates, where a tokenizer has several.
 _DEFAULT, _TOOL_USE = "default", "tool_use"
+# The texts around thoughts inside an answer (DeepSeek R1, QwQ, Qwen 3); gpt-oss has channels.
+THOUGHT, THOUGHT_END = "<think>", "</think>"
 # Special tokens that templates write by name.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -63,7 +65,7 @@ def render(
         if other is not None:
             kind = other.get("type") if isinstance(other, dict) else other
             raise ValueError(f"messages[{place}].content: got a part {kind!r}, expected 'text': images are not read")
-    template = _template(tokenizer, _TOOL_USE if tools else _DEFAULT)
+    template = of(tokenizer, tools=bool(tools))
     if not template:
         name = getattr(tokenizer, "name_or_path", "")
         raise ValueError(f"tokenizer {name!r}: got no chat_template, expected one")
@@ -99,7 +101,7 @@ def prompt_ids(
 
 def dated(tokenizer: Any) -> dict[str, str]:
     """Returns the variables by which another renderer of the template writes this module's date; empty without one."""
-    return {"date_string": _DATE} if "date_string" in (_template(tokenizer, _DEFAULT) or "") else {}
+    return {"date_string": _DATE} if "date_string" in (of(tokenizer) or "") else {}
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
@@ -110,7 +112,7 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 def digest(tokenizer: Any) -> str:
     """Hashes everything that decides the rendering: template, fixed clock and named special tokens; sha256 in hex."""
-    template, with_tools = _template(tokenizer, _DEFAULT), _template(tokenizer, _TOOL_USE)
+    template, with_tools = of(tokenizer), of(tokenizer, tools=True)
     others = [] if with_tools == template else [with_tools]
     if template:  # the macro's first form, kept for the digests that stored heads hold
         template = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}\n{template}"
@@ -118,10 +120,12 @@ def digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps([template, _DATE, tokens, *others], sort_keys=True).encode()).hexdigest()
 
 
-def _template(tokenizer: Any, name: str) -> str | None:
-    """Returns the template, of several the one of this name, or else the default one; None if there is none."""
+def of(tokenizer: Any, *, tools: bool = False) -> str | None:
+    """Returns the template, of several the default one, or the one for tools if there is one; None without any."""
     found = tokenizer.chat_template
-    return (found.get(name, found.get(_DEFAULT)) if isinstance(found, dict) else found) or None
+    if isinstance(found, dict):
+        found = found.get(_TOOL_USE if tools else _DEFAULT, found.get(_DEFAULT))
+    return found or None
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,11 +27,14 @@ from eagle3_jax.decoding.arguments import check_ids
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.request import Request as EngineRequest
+from eagle3_jax.decoding.text import answer_opening
+from eagle3_jax.models import chat_template
 from eagle3_jax.serve import bodies, protocol
 from eagle3_jax.serve.answers import Answers, submit, submitted
-from eagle3_jax.serve.bodies import ApiError, ChatShape, CompletionShape, Envelope, Shape
+from eagle3_jax.serve.bodies import ApiError, Envelope
 from eagle3_jax.serve.limits import Gate, Rate, read_body
 from eagle3_jax.serve.metrics import Metrics
+from eagle3_jax.serve.tools import FORMS, form_of
 
 _PAGE = (importlib.resources.files("eagle3_jax.serve") / "page.html").read_text(encoding="utf-8")
 _PAGE_HEADERS = {
@@ -89,6 +92,8 @@ class _Server:
         self._names = (None, model, model.rstrip("/").rpartition("/")[2])  # a folder by its last name, too
         self.metrics = Metrics(*pool.engines)
         self._tokens = bodies.Tokens(pool.tokenizer)
+        parser, template = settings.tool_call_parser, chat_template.of(pool.tokenizer, tools=True)
+        self._form = form_of(template or "") if parser is None else FORMS[parser]
         self._created = int(time.time())
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: weakref.WeakSet[Answers] = weakref.WeakSet()
@@ -114,10 +119,10 @@ class _Server:
             answers.abort()
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, protocol.Chat, ChatShape(self._tokens))
+        return await self._answer(request, protocol.Chat)
 
     async def complete(self, request: Request) -> Response:
-        return await self._answer(request, protocol.Completion, CompletionShape(self._tokens))
+        return await self._answer(request, protocol.Completion)
 
     async def page(self, _: Request) -> Response:
         return Response(_PAGE, media_type="text/html", headers=_PAGE_HEADERS)
@@ -139,7 +144,7 @@ class _Server:
                 raise ValueError(f"prompt: got {len(body.prompts)} prompts, expected one")
             ids = await asyncio.wrap_future(self._encoder.submit(body.encode, self.pool, body.prompts[0]))
         except ValueError as error:
-            raise protocol.refusal(error, body.field) from error
+            raise protocol.refusal(error, body.places) from error
         return JSONResponse({"count": len(ids), "max_model_len": self.pool.max_length, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
@@ -166,7 +171,7 @@ class _Server:
     async def metrics_text(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _answer(self, request: Request, kind: type[protocol.RequestBody], shape: Shape) -> Response:
+    async def _answer(self, request: Request, kind: type[protocol.RequestBody]) -> Response:
         settings, arrived = self.settings, time.monotonic()
         body = protocol.read(kind, await self._read(request))
         self._check_model(body.model)
@@ -178,12 +183,13 @@ class _Server:
         try:
             requests = await submitted(self.pool, submitting)
         except ValueError as error:
-            raise protocol.refusal(error, body.field) from error
+            raise protocol.refusal(error, body.places) from error
         answers = Answers(self.pool, self.metrics, self._tasks, requests, body.answers, arrived)
         self._running.add(answers)
         if self._stops:
             answers.abort()
-        envelope = Envelope(shape, self.model)
+        opening = answer_opening(self.pool.tokenizer, requests[0].ids)
+        envelope = Envelope(body.choices(self._tokens, self._form, opening), self.model)
         if body.stream:
             events = _events(answers, envelope, body)
             return _EventStream(answers, events, settings.client_timeout)
@@ -207,6 +213,7 @@ class _Server:
 
     def _submit(self, body: protocol.RequestBody, params: SamplingParams, deadline: float) -> list[EngineRequest]:
         prompts = [body.encode(self.pool, prompt) for prompt in body.prompts]
+        params = body.for_model(params, self._form, answer_opening(self.pool.tokenizer, prompts[0]))
         options = {"drafts": body.drafts is not False, "adapt": body.adapt is not False}
         return submit(self.pool, prompts, params, body.answers, deadline, **options)
 

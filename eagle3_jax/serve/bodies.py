@@ -7,13 +7,14 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from eagle3_jax.decoding.request import Logprob, Output, Piece
 from eagle3_jax.models.chat_template import special_tokens
+from eagle3_jax.serve.tools import Reader
 
 
 class Tokens:
@@ -68,13 +69,17 @@ class ChatShape:
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     prompt_beside = True  # vLLM has the prompt's token ids beside the choices, as all of them answer the same
 
-    def __init__(self, tokens: Tokens) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: Tokens, make_reader: Callable[[], Reader] | None = None) -> None:
+        """Makes the choices of one response. `make_reader`: of each answer, which has thoughts or calls in its text."""
+        self.tokens, self._make_reader = tokens, make_reader
+        self._readers: dict[int, Reader] = {}
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text} | _reasoning(output)
+        said, reason = self._said(index, output)
+        if not said.get("content"):
+            said["content"] = None if "tool_calls" in said else ""
         logprobs = self._logprobs(output.logprobs)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        return {"index": index, "message": {"role": "assistant"} | said, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Makes the event before an answer's first token."""
@@ -82,9 +87,25 @@ class ChatShape:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        delta = ({"content": piece.text} if piece.text else {}) | _reasoning(piece)
+        before = self._readers[index].count if index in self._readers else 0
+        delta, reason = self._said(index, piece)
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls, before)]
         logprobs = self._logprobs(piece.logprobs)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _said(self, index: int, part: Output | Piece) -> tuple[dict[str, Any], str | None]:
+        """Returns what a part of an answer adds to the message's fields, nothing empty, and the finish reason."""
+        content, thought, calls, reason = part.text, part.reasoning, [], part.finish_reason
+        if self._make_reader is not None:
+            reader = self._readers.setdefault(index, self._make_reader())
+            content, more, calls = reader.add(part.text, last=reason is not None)
+            thought += more
+            if reader.count and reason == "stop":
+                reason = "tool_calls"
+        # The reasoning under SGLang's name and newer vLLM's.
+        fields = {"content": content, "reasoning_content": thought, "reasoning": thought, "tool_calls": calls}
+        return {name: value for name, value in fields.items() if value}, reason
 
     def _logprobs(self, logprobs: Sequence[Logprob] | None) -> dict[str, Any] | None:
         if logprobs is None:
@@ -98,11 +119,6 @@ class ChatShape:
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         text, raw = self.tokens.show(token)
         return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
-
-
-def _reasoning(part: Output | Piece) -> dict[str, str]:
-    """Returns the reasoning under SGLang's name and newer vLLM's; empty if there is none."""
-    return {"reasoning_content": part.reasoning, "reasoning": part.reasoning} if part.reasoning else {}
 
 
 class CompletionShape:

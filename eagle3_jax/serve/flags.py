@@ -27,6 +27,7 @@ _FIELDS = {
     "serve.draft": "--draft --speculative-draft-model-path",
     "serve.draft_weights": "--speculative-draft-model-quantization",
     "serve.generation_config": "--generation-config",
+    "serve.tool_call_parser": "--tool-call-parser",
     "serve.host": "--host",
     "serve.port": "--port",
     "serve.memory_fraction": "--mem-fraction --mem-fraction-static --gpu-memory-utilization",
@@ -59,6 +60,7 @@ _ELSEWHERE = {
     "--api-key": "--serve.api-key-variable, the name of an environment variable, or --serve.api-key-file",
     "--log-level": "--serve.access-log",
     "--allowed-origins": "--serve.allowed-origins",
+    "--enable-auto-tool-choice": "none: requests with tools may always call them",
 }
 
 

@@ -7,6 +7,8 @@ would change the answer but are not supported are refused.
 from __future__ import annotations
 
 import abc
+import dataclasses
+import functools
 import re
 import reprlib
 import secrets
@@ -19,7 +21,11 @@ from pydantic import Field, PlainValidator
 from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.prompt import Prompt
+from eagle3_jax.decoding.structured.params import StructuredOutputsParams
+from eagle3_jax.models.chat_template import THOUGHT_END
+from eagle3_jax.serve import bodies
 from eagle3_jax.serve.bodies import ApiError
+from eagle3_jax.serve.tools import FORMS, Form, Reader, written
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # strings, characters: every token is searched for all stop strings
 
@@ -30,9 +36,7 @@ _TokenId, _Bias = Annotated[int, Field(strict=False)], Annotated[float, Field(ge
 _TEXT_ONLY = "this server reads and writes text only"
 # Reason to refuse fields -> each with its values that have no effect.
 _REASONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "answers here are free text": {"response_format": ({"type": "text"},)}
-    | dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ())
-    | dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), ()),
+    "use response_format": {"structural_tag": ()},
     "this server does not support it": {"reasoning_effort": ("medium",), "verbosity": ("medium",)}
     | dict.fromkeys(("web_search_options", "use_beam_search", "truncate_prompt_tokens", "lora_path"), ())
     | {"return_hidden_states": ()},
@@ -54,6 +58,10 @@ _REASONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "the text ends before the stop string": {"include_stop_str_in_output": (), "no_stop_trim": ()},
     "special tokens stand beside each other": {"spaces_between_special_tokens": (True,)},
 }
+# Fields of a whole shape, vLLM's older ones and SGLang's -> the kind of shape in `StructuredOutputsParams`.
+_SHAPES = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+_SHAPES |= {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _REFUSED = {field: (harmless, why) for why, fields in _REASONS.items() for field, harmless in fields.items()}
 
 
@@ -113,6 +121,29 @@ def _calls(value: Any) -> list[dict[str, Any]] | None:
     return value
 
 
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """Reads the definitions of functions, which the template renders."""
+    if value is not None and not isinstance(value, list):
+        raise ValueError("a list of tools")
+    for place, tool in enumerate(value or ()):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _Wrong(f"{place}", tool, "a tool of type 'function', with the function's name")
+        if not isinstance(parameters := function.get("parameters"), dict | None):
+            raise _Wrong(f"{place}.function.parameters", parameters, "a JSON schema")
+    return value
+
+
+def _choice(value: Any) -> str | dict[str, Any] | None:
+    """Reads which tools have to be called."""
+    if value in (None, "none", "auto", "required"):
+        return value
+    named = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(named, dict) or not isinstance(named.get("name"), str):
+        raise ValueError("'none', 'auto', 'required', or a function by name")
+    return named
+
+
 class Message(pydantic.BaseModel):
     """A turn of a conversation."""
 
@@ -141,6 +172,29 @@ class StreamOptions(pydantic.BaseModel):
     include_drafts: bool | None = None  # choices mark tokens that were drafts, and show the last round's drafts
 
 
+class JsonSchema(pydantic.BaseModel):
+    """A shape by its schema; answers keep to it whether it is `strict` or not."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+    name: str | None = None
+    of: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(pydantic.BaseModel):
+    """The shape of an answer, in OpenAI's form."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise _Wrong("json_schema", None, "an object with the schema")
+        return self
+
+
 class RequestBody(pydantic.BaseModel):
     """The common fields of both endpoints. None is a field's default."""
 
@@ -165,6 +219,8 @@ class RequestBody(pydantic.BaseModel):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
     drafts: bool | None = None  # false decodes without drafts, for comparison (`Engine.submit`)
     adapt: bool | None = None  # false lets no head learn from the request (`serve.adapt`)
     return_token_ids: bool | None = None  # of the prompts and the answers, where vLLM has them
@@ -211,20 +267,61 @@ class RequestBody(pydantic.BaseModel):
         }
         whole: dict[str, Any] = {"temperature": 1.0, **defaults}
         try:
+            if self.shape is not None:
+                _, kind, value = self.shape
+                given["structured"] = StructuredOutputsParams(**{kind: value})
             return SamplingParams(**whole | {field: value for field, value in given.items() if value is not None})
         except ValueError as error:
-            raise refusal(error) from error
+            raise refusal(error, self.places) from error
+
+    def for_model(self, params: SamplingParams, form: Form | None, opening: str | None) -> SamplingParams:
+        """Adds to `params` what depends on the model's form of calls and on the prompt (`answer_opening`).
+
+        Raises ValueError: the tools' calls have no form, or a schema no regex.
+        """
+        return params
+
+    @abc.abstractmethod
+    def choices(self, tokens: bodies.Tokens, form: Form | None, opening: str | None) -> bodies.Shape:
+        """Makes the writer of the answers' choices; arguments as `for_model`."""
+
+    @property
+    def shape(self) -> tuple[str, str, Any] | None:
+        """The shape that the body asks for: its field, kind and value. Raises ApiError: several, or another kind."""
+        extra, asked = self.model_extra or {}, self.response_format
+        found = [(field, kind, extra[field]) for field, kind in _SHAPES.items() if extra.get(field) is not None]
+        for kind, value in (self.structured_outputs or {}).items():
+            if value is not None and value is not False:
+                found.append((f"structured_outputs.{kind}", kind, value))
+        if asked is not None and asked.json_schema is not None and asked.type == "json_schema":
+            found.append(("response_format.json_schema.schema", "json", asked.json_schema.of))
+        elif asked is not None and asked.type == "json_object":
+            found.append(("response_format", "json_object", True))
+        for field, kind, value in found:
+            if kind not in _KINDS:
+                raise _refused(field, _short(value), f"one of {', '.join(_KINDS)}")
+            if field != found[0][0]:
+                raise _refused(field, _short(value), f"no second shape, beside {found[0][0]}")
+        return found[0] if found else None
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Names of the engine's errors -> fields of the body."""
+        field, kind = (self.shape or ("", ""))[:2]
+        places = {"prompt": self.field, "regex": "tools", "structured": "tool_choice"}
+        return places | ({kind: field, "structured": field} if field else {})
 
 
 class Chat(RequestBody):
-    """The body of /v1/chat/completions. The template renders `tools`; a call stays in the text."""
+    """The body of /v1/chat/completions. The template renders `tools`; calls are read out of the answer."""
 
     field: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1), pydantic.FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, PlainValidator(_tools)] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, PlainValidator(_choice)] = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -245,9 +342,49 @@ class Chat(RequestBody):
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
             raise _Wrong("top_logprobs", self.top_logprobs, "logprobs to be true with it")
-        if self.tools and self.tool_choice != "none":
-            raise _Wrong("tools", self.tools, 'tool_choice "none" with them: this server reads no calls out of a text')
+        names, choice = list(self.functions), self.tool_choice
+        if (choice == "required" and not names) or (isinstance(choice, dict) and choice["name"] not in names):
+            raise _Wrong("tool_choice", choice, f"one of the tools, {', '.join(names) or 'none'}")
         return self
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The tools' parameters by name."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools or ()}
+
+    @property
+    def calls(self) -> bool:
+        """True if the model may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def for_model(self, params: SamplingParams, form: Form | None, opening: str | None) -> SamplingParams:
+        structured, choice = params.structured, self.tool_choice
+        if self.calls:
+            if form is None:
+                expected = f"none, or one of {', '.join(FORMS)} for --tool-call-parser: the chat template tells no form"
+                raise ValueError(f"tools: got {', '.join(self.functions)}, expected {expected}")
+            params = dataclasses.replace(params, skip_special_tokens=False)
+            one, free = isinstance(choice, dict), choice in (None, "auto")
+            if structured is not None or not free:
+                tools = {choice["name"]: self.functions[choice["name"]]} if isinstance(choice, dict) else self.functions
+                regex = written(form, tools, parallel=self._parallel and not one)
+                if structured is not None and free:  # an answer of this shape, or calls
+                    regex = f"(?:{structured.pattern})|(?:{regex})"
+                structured = StructuredOutputsParams(regex=regex)
+        if structured is not None:
+            structured = dataclasses.replace(structured, after=opening)
+        return dataclasses.replace(params, structured=structured)
+
+    def choices(self, tokens: bodies.Tokens, form: Form | None, opening: str | None) -> bodies.Shape:
+        if not self.calls and self.shape is None:
+            return bodies.ChatShape(tokens)
+        form, thinks = form if self.calls else None, opening == THOUGHT_END
+        read = functools.partial(Reader, form, self.functions, thinks=thinks, parallel=self._parallel)
+        return bodies.ChatShape(tokens, read)
+
+    @property
+    def _parallel(self) -> bool:
+        return self.parallel_tool_calls is not False
 
 
 class Completion(RequestBody):
@@ -270,6 +407,9 @@ class Completion(RequestBody):
     @property
     def requested_logprobs(self) -> int | None:
         return self.logprobs
+
+    def choices(self, tokens: bodies.Tokens, form: Form | None, opening: str | None) -> bodies.Shape:
+        return bodies.CompletionShape(tokens)
 
     @pydantic.model_validator(mode="after")
     def _fit(self) -> Completion:
@@ -314,10 +454,10 @@ def parse(kind: type[_Body], body: bytes) -> _Body:
         raise _first(error.errors(include_url=False)[0]) from error
 
 
-def refusal(error: ValueError, prompt: str = "prompt") -> ApiError:
-    """Converts an engine's error, "field: got X, expected Y"; `prompt` is the prompt's field in the API."""
-    message = re.sub(r"^prompt\b", prompt, str(error))
-    named = re.match(r"([\w.\[\]]+):", message)
+def refusal(error: ValueError, places: Mapping[str, str] | None = None) -> ApiError:
+    """Converts an engine's error, "field: got X, expected Y"; `places` has the fields of the API by the engine's."""
+    message = re.sub(r"^\w+", lambda found: (places or {}).get(found[0], found[0]), str(error))
+    named = re.match(r"([^\s:]+):", message)
     return ApiError(400, message, param=named[1] if named else None, code="invalid_value")
 
 

@@ -154,6 +154,10 @@ def test_a_target_s_name_is_enough_and_takes_every_field_of_a_config():
             "--target a --prot 1",
             "--prot: not a field of the configuration, expected --section.field VALUE, did you mean",
         ),
+        (
+            "--target a --enable-auto-tool-choice",
+            "--enable-auto-tool-choice: no flag of this server, expected none: re",
+        ),
         ("--target a --api-key b", "--api-key: no flag of this server, expected --serve.api-key-variable, the"),
         ("--target a --max-running-requests 0", "serve.batch_size: got '0', expected at least 1"),
         ("--target a --speculative-num-steps 3 --speculative-eagle-topk 4", "got 2 of"),
