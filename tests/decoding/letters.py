@@ -16,7 +16,7 @@ class Letters(toy.Tokenizer):
 
     def __init__(self, backend: Any = None, names: list[str] = NAMES) -> None:
         self.names = names
-        described = {"decoder": {"type": "ByteLevel"}, "added_tokens": [{"id": 23}]}
+        described = {"decoder": {"type": "ByteLevel"}, "added_tokens": [{"id": 23, "special": True}]}
         self.backend_tokenizer = backend or types.SimpleNamespace(to_str=lambda: json.dumps(described))
 
     def __len__(self) -> int:

@@ -250,20 +250,22 @@ def _halves(numbers: np.ndarray) -> np.ndarray:
 
 
 def _texts(tokenizer: Any, size: int) -> list[bytes]:
-    """Returns the bytes of each token; none of special and added ones, and of ids without a token.
+    """Returns the bytes of each token; none of special ones, and of ids without a token.
 
     Raises ValueError: a tokenizer whose tokens have no bytes of their own.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     require(backend is not None, "structured", type(tokenizer).__name__, "an engine with a fast tokenizer")
     described = json.loads(backend.to_str())
-    decoder, added = json.dumps(described["decoder"]), {one["id"] for one in described["added_tokens"]}
+    decoder, added = json.dumps(described["decoder"]), {one["id"]: one for one in described["added_tokens"]}
     by_bytes, pieces = '"ByteLevel"' in decoder, any(name in decoder for name in ("ByteFallback", "Metaspace", "▁"))
     require(by_bytes or pieces, "structured", decoder, "a tokenizer of bytes (ByteLevel), or of sentencepiece")
     byte_of = {letter: byte for byte, letter in enumerate(_byte_letters())}
 
     def text(token: int) -> bytes:
-        name = tokenizer.convert_ids_to_tokens(token) if token not in added else None
+        if token in added:  # the tags of calls (Qwen's <tool_call>) are text, and no special tokens
+            return b"" if added[token]["special"] else added[token]["content"].encode()
+        name = tokenizer.convert_ids_to_tokens(token)
         if name is None:
             return b""
         if by_bytes:

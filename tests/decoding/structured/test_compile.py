@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import regex
+import tiny
 from letters import Letters
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -91,6 +92,18 @@ def test_the_end_is_allowed_where_the_shape_may_end_alone():
         walker.add(token)
         seen.append(walker.allowed())
     assert seen == [set(), {23, 39, 1}, {23, 39}]
+
+
+def test_an_added_token_is_its_text_and_a_special_one_is_none():
+    """As Qwen's <tool_call>, a token of its own in the vocabulary."""
+    tokenizer: Any = tiny.make_byte_tokenizer(None, eos_token="<|end|>", additional_special_tokens=["<|call|>"])
+    tokenizer.add_tokens(["<tool_call>"])
+    end, added = tokenizer.convert_tokens_to_ids(["<|end|>", "<tool_call>"])
+    shape = Shape(regex="<(?:tool_call>|.call.>)?")
+    walker = Walker(Compiler(tokenizer, len(tokenizer), {end}).table(shape), len(tokenizer))
+    assert walker.allowed() == {tokenizer.convert_tokens_to_ids("<"), added}
+    walker.add(added)
+    assert walker.allowed() == {end}
 
 
 def test_a_shape_begins_behind_a_text():
