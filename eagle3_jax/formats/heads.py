@@ -106,10 +106,7 @@ def save_draft(
 def read(folder: str | pathlib.Path, target: Target | ModelConfig | None = None) -> StoredHead:
     """Reads a head from its folder; config.json tells its kind and form.
 
-    Args:
-        target: the model to draft for, compared with the head unless None. Embeddings are compared with a loaded one's.
-
-    Raises:
-        DraftFormatError: every problem at once; a draft that has no other form (a model, a head of EAGLE-2, MTP).
+    It is compared with `target` unless None, and its embeddings with a loaded one's. Raises DraftFormatError: every
+    problem at once; a draft that has no other form (a model, a head of EAGLE-2, MTP).
     """
     return kinds.of_folder(pathlib.Path(folder)).read(pathlib.Path(folder), target)

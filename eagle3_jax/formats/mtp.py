@@ -100,9 +100,8 @@ class MtpKind(DraftKind):
     def load(self, folder: pathlib.Path | None, target: Target, dtype: Any, token_map: Path | None = None) -> Draft:
         """See `DraftKind`: the first layer, with the target's embeddings and LM head.
 
-        Raises:
-            ValueError: the target's family has none. WeightsError: missing or wrongly shaped tensors.
-            DraftFormatError: the layer of another architecture.
+        Raises ValueError: the target's family has none. WeightsError: missing or wrongly shaped tensors.
+        DraftFormatError: the layer of another architecture.
         """
         shape, rows = target.model.config, dense(target.model.output_rows)
         network, source = head_of(shape), shape if folder is None else _shape_of(folder, shape)

@@ -37,9 +37,8 @@ def load_packaged(target: Target, dtype: Any) -> Draft | None:
 def chosen_draft(draft: str | None, export: disk.Path, target: Target) -> tuple[str, pathlib.Path | None]:
     """Resolves the draft of a verb: as `Engine.load` takes it; and the folder of the head, if it has one.
 
-    Args:
-        draft: a folder or a model's name, "auto", "mtp" or "lookup"; None is the run's own head, in the folder
-            `export`, or without one "auto".
+    `draft` is a folder or a model's name, "auto", "mtp" or "lookup"; None is the run's own head, in the folder
+    `export`, or without one "auto".
 
     Raises:
         ManifestError: the run's export is unfinished, or absent while this package has no head for the target.

@@ -66,12 +66,10 @@ def mixture(
     parameters: tuple[Any, ...],
     specs: tuple[P, ...],
 ) -> Float[Array, "b t h"]:
-    """Sums each token's expert outputs (`feed`) by weight, in float32.
+    """Sums each token's expert outputs by weight, in float32; `specs`: how the model axis splits the parameters.
 
-    Args:
-        feed: (rows, product, the expert of each row, *parameters) -> outputs of rows sorted by expert; partial sums
-            where the parameters are split.
-        parameters: arrays or `Quantised`; the first is [experts, in, columns]. specs: how the model axis splits them.
+    `feed` maps (rows, product, the expert of each row, *parameters) to outputs of rows sorted by expert, to partial
+    sums where the parameters are split: arrays or `Quantised`, of which the first is [experts, in, columns].
     """
     sizes = {"data": x.shape[0], "model": parameters[0].shape[2]}
     split = "model" in split_axes(sizes)

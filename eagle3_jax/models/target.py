@@ -53,9 +53,8 @@ class TargetModel(nnx.Module):
     ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], Cache]:
         """Runs t new tokens of each sequence behind its committed prefix; `row` and `preceding` are not read.
 
-        Returns:
-            The last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in
-            ascending order of boundary, and the cache.
+        Returns the last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in
+        ascending order of boundary, and the cache.
         """
         c = self.config
         rope, x, this = self.rotary(this.positions), self.embedded(tokens), this.with_tail_positions()

@@ -37,12 +37,8 @@ _STORAGES = {"torch LongStorage": "i8", "torch IntStorage": "i4"}
 def read(path: str | pathlib.Path, vocab_size: int) -> Int64[np.ndarray, " ids"]:
     """Reads the ids of a token map, ascending and distinct.
 
-    Args:
-        path: see `locate`; .json (a list), .safetensors (a tensor "token_map", or the only one), or .pt (a list or a
-            tensor that torch saved).
-
-    Raises:
-        ValueError: no such file, another kind of file, or ids outside a vocabulary of `vocab_size`.
+    The file (see `locate`) is .json (a list), .safetensors (a tensor "token_map", or the only one), or .pt (a list or a
+    tensor that torch saved). Raises ValueError: none of these, or ids outside a vocabulary of `vocab_size`.
     """
     path = locate(path)
     try:

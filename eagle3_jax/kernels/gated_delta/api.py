@@ -43,7 +43,7 @@ def chain(
     implementation: Implementation | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "s n d_k d_v"]]:
-    """Reads tokens in order.
+    """Reads tokens in order. Returns outputs, and all states.
 
     Args:
         begins: whether a document begins with a token: no state before it counts.
@@ -52,9 +52,6 @@ def chain(
         implementation: the default is "cpu" on a CPU where its kernel knows the sizes, "pallas" on a TPU for heads of
             128 numbers, "xla" elsewhere.
         interpret: runs the Pallas kernel without a TPU; `pltpu.InterpretParams` included.
-
-    Returns:
-        Outputs, and all states.
     """
     chosen = _chosen(implementation, states, pallas=True)
     if chosen == "cpu":
@@ -84,14 +81,11 @@ def tree(
     implementation: Implementation | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b t n d_v"], Float[Array, "b t n d_v"]]:
-    """Reads the nodes of a tree, each behind its ancestors.
+    """Reads the nodes of a tree, each behind its ancestors. Returns outputs, and the updates u.
 
     Args:
         mask: which nodes each one sees: its ancestors, which stand before it, and itself. None: they are a chain.
         implementation, interpret: see `chain`; the Pallas kernel reads trees of up to 64 nodes.
-
-    Returns:
-        Outputs, and the updates u.
     """
     b, t, _ = tokens.betas.shape
     if mask is None:

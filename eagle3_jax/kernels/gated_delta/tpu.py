@@ -60,11 +60,9 @@ def _padded(x: Array, size: int) -> Array:
 def _split(
     tokens: Tokens, states: Float[Array, "b n d_k d_v"], sees: Float[Array, "b c t over"], nodes: bool, interpret: Any
 ) -> tuple[Array, Array]:
-    """Calls the kernel for each device's sequences and heads.
+    """Calls the kernel for each device's sequences and heads; of `nodes` of a tree returns the updates, else states.
 
-    Args:
-        sees: 1 where a token of a chunk sees another one, and in the last column where it sees the states in front.
-        nodes: whether the tokens are nodes of a tree, whose updates are returned; else the last states are.
+    `sees` is 1 where a token of a chunk sees another one, and in the last column where it sees the states in front.
     """
     (b, t, _), key_heads = tokens.betas.shape, tokens.keys.shape[2]
     outputs, kept = over_mesh(

@@ -136,10 +136,9 @@ def write_chunk(
     """Writes a chunk's part of the result y [m, count * width]: its panels, each times all rows.
 
     Args:
-        block: rows and columns of a block in registers.
+        block: rows and columns of a block in registers. gated: whether the matrices are `gate` and `up`.
         multiply: (which matrix, rows, number of the panel, first row, where the block's result begins, its stride)
             writes one block.
-        gated: whether there are two matrices, `gate` and `up`.
     """
     rows, width = block
     total = chunks(code, count)

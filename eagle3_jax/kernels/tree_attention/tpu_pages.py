@@ -18,11 +18,9 @@ class Scalars(NamedTuple):
     """int32 numbers that are prefetched into SMEM before the kernel starts.
 
     Attributes:
-        lengths: [b], committed tokens.
-        before: [b * tiles], number of blocks read for all earlier tiles of queries.
+        lengths: [b], committed tokens. before: [b * tiles], number of blocks read for all earlier tiles of queries.
         table: [b * pages], the page of each page_size slots; None is contiguous.
-        lowest, highest: [b * tiles], the least and the greatest of the first slots that a tile's queries see; None
-            without a window.
+        lowest, highest: [b * tiles], of the first slots that a tile's queries see; None without a window.
     """
 
     lengths: Any

@@ -64,17 +64,13 @@ def vocabulary_top_k(
     implementation: Implementation | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-    """Returns the k most probable tokens of softmax(x @ rows.T), best first; ties go to the lower id.
+    """Returns the k most probable tokens of softmax(x @ rows.T), int32, best first; ties go to the lower id.
+
+    Their log-probabilities are float32, at most 0 even after rounding. Raises ValueError: fewer than k tokens.
 
     Args:
         implementation: the default is "pallas" on a TPU for k up to `LONGEST`, and "xla" elsewhere.
         interpret: runs the Pallas kernel without a TPU; `pltpu.InterpretParams` included.
-
-    Returns:
-        Log-probabilities, float32, at most 0 even after rounding; and tokens, int32.
-
-    Raises:
-        ValueError: the vocabulary has fewer than k tokens.
     """
     size = rows.columns if isinstance(rows, Panels) else rows.shape[0]
     if not 1 <= k <= size:
@@ -100,11 +96,9 @@ def ranked(
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"], Float[Array, "*batch 1"]]:
     """Returns the k tokens with the greatest log-probability plus noise, in this order; ties go to the lower id.
 
-    On a mesh each device ranks its share of a vocabulary, and one collective merges their lists.
-
-    Returns:
-        The tokens' log-probabilities without noise, at most 0 even after rounding; the tokens, int32; and the logarithm
-        of the sum of exponentials.
+    On a mesh each device ranks its share of a vocabulary, and one collective merges their lists. Returned are the
+    tokens' log-probabilities without noise, at most 0 even after rounding; the tokens; and the logarithm of the sum of
+    exponentials.
     """
     size = logits.shape[-1]
     operands = [None if x is None else x.reshape(-1, size) for x in (logits, noise)]

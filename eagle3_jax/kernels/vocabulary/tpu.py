@@ -53,14 +53,10 @@ def lists(
     parts: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Lists:
-    """Lists the k greatest logits of each part.
+    """Lists the k greatest logits of each part, best first; ties go to the lower token.
 
-    Args:
-        rows: any float type; read as the type of `hidden`.
-        parts: consecutive stretches of the vocabulary, shared by the cores of a device.
-
-    Returns:
-        Best first; ties go to the lower token. A part with fewer than k tokens is filled with logits of -1e30.
+    `rows` of any float type are read as the type of `hidden`. The `parts` of the vocabulary follow each other, shared
+    by the cores of a device; one with fewer than k tokens is filled with logits of -1e30.
     """
     (m, h), v = hidden.shape, rows.shape[0]
     packed = SUBLANES * 4 // hidden.dtype.itemsize  # rows of a tile of the hidden states' type

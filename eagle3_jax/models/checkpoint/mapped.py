@@ -70,16 +70,10 @@ def digests(files: Sequence[disk.Path], cache: pathlib.Path, progress: Progress 
 def mapped_model(
     cache: pathlib.Path, made_of: list[Any], abstract: TargetModel, load: Callable[..., Any]
 ) -> TargetModel:
-    """Maps a target, and first makes its file if there is none; one of several processes makes it.
+    """Maps a target from the folder `cache`, and first makes its file if there is none; one of several processes does.
 
-    Args:
-        cache: the folder of such files.
-        made_of: all that decides the file's bytes beside this machine and the package's code.
-        abstract: the model without arrays.
-        load: `load_model` of the checkpoint, whose errors are raised.
-
-    Raises:
-        OSError: the file can be neither read nor written.
+    `made_of` decides the file's bytes beside this machine and the package's code; `abstract` has no arrays; `load` is
+    `load_model` of the checkpoint. Raises OSError: the file can be neither read nor written.
     """
     key = json.dumps([made_of, panels_of_processor(), code()], sort_keys=True, default=repr)
     file = cache / f"{hashlib.sha256(key.encode()).hexdigest()}.panels"

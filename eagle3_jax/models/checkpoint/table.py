@@ -235,10 +235,8 @@ def tensor_problems(
 ) -> list[str]:
     """Lists every tensor that is missing, surplus, of a wrong shape or dtype, or not finite, by name.
 
-    Args:
-        found: arrays, or `Described` tensors; numpy's arrays alone are searched for NaN and infinity.
-        expected: shapes of the tensors that must be there. optional: of those that may.
-        other_dtype: see `not_floats`.
+    `found` are arrays, or `Described` tensors; numpy's arrays alone are searched for NaN and infinity. The `expected`
+    ones must be there, the `optional` ones may. `other_dtype`: see `not_floats`.
     """
     known = {**expected, **(optional or {})}
     problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in found]

@@ -69,18 +69,15 @@ class _Source(NamedTuple):
 
 
 def target_of(weights: Any, config: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh | None = None) -> TargetModel:
-    """Makes a target of weights in memory, by one program on the devices, into new arrays.
+    """Makes a target of weights in memory, by one program on the devices, into new arrays of `dtype`.
 
     Args:
         weights: a `TargetModel` of this config, or a pytree of float arrays: a dict from Hugging Face's names to
             tensors (any family); the parameters of a Tunix or MaxText model (Llama, Qwen 2 and 3), layers stacked or
             not. They lie on the mesh's devices or on the host.
-        dtype: dtype of the parameters; weights of another float dtype are cast.
         mesh: shards the target; None is the default device.
 
-    Raises:
-        WeightsError: every missing, surplus and wrongly shaped array, and those that are no floats or not finite, by
-            the pytree's own names.
+    Raises WeightsError: every missing, surplus and wrongly shaped array, and those that are no floats or not finite.
     """
     leaves = jax.tree_util.tree_leaves_with_path(weights)
     found = {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): x for path, x in leaves}

@@ -170,13 +170,11 @@ class DFlash(OnePassHead):
 
         Args:
             embed: the target's embeddings; their dtype is the compute dtype.
-            tokens, positions: the anchors, and their RoPE positions.
-            context: keys and values of every layer, see `context`.
+            tokens, positions: the anchors, and their RoPE positions. context: see `context`.
             first, anchors: each block attends to the context's slots from `first` to before `anchors`.
             policy: of `jax.checkpoint`: which residuals of a layer are kept for the backward pass; None keeps all.
 
-        Returns:
-            The LM head's inputs: index i predicts the token at the anchor's position + 1 + i.
+        Returns the LM head's inputs: index i predicts the token at the anchor's position + 1 + i.
         """
         c = self.config
         (b, a), r = tokens.shape, c.block_size

@@ -29,12 +29,10 @@ gelu = functools.partial(jax.nn.gelu, approximate=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalConfig(ModelConfig):
-    """Fields of `ModelConfig`, with RoPE's of the layers of full attention.
+    """Fields of `ModelConfig`, with RoPE's of the layers of full attention; `rope_local_theta` is its base in the
+    others.
 
-    Attributes:
-        sliding_window: positions that a local layer attends to, its own included.
-        local_layers: the local layers.
-        rope_local_theta: RoPE's base in local layers.
+    Local layers attend to `sliding_window` positions, their own included.
     """
 
     defaults: ClassVar[dict[str, Any]] = {
