@@ -55,7 +55,10 @@ def refused(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
 
 
 WHY = [
-    (LocalEntryNotFoundError("no hub"), f"cannot reach {HUB}; expected 'smollm2-135m-instruct', a folder, or a hub"),
+    (
+        LocalEntryNotFoundError("no hub"),
+        f"cannot reach {HUB}; expected 'smollm2-135m-instruct', a folder, a GGUF file, or",
+    ),
     (HFValidationError("a/b/c"), "no hub id; expected"),
     (refused(GatedRepoError, 403), f"{HUB}/org/model is gated: .* `hf auth login`; exp"),
     (refused(RepositoryNotFoundError, 404), f"{HUB}/org/model does not exist, or is private: then run `hf auth"),

@@ -1,5 +1,6 @@
 """Targets whose weights are a GGUF file: read as the package gguf reads them, kept in their bits, refused by name."""
 
+import dataclasses
 import gc
 import json
 import pathlib
