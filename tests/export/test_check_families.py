@@ -1,6 +1,6 @@
 """Real vLLM accepts as many drafts as this engine behind targets of other families, in float32.
 
-Of Mistral and Gemma 4; vLLM 0.32.0 gives no head the states of GLM-4.5's layers.
+Of Mistral, Granite and Gemma 4; vLLM 0.32.0 gives no head the states of GLM-4.5's layers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ TARGETS: dict[str, dict[str, Any]] = {
     },
 }
 
+TARGETS["Granite"] = LLAMA | {
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
 
 # vLLM gives a head without a window that of a target whose layers all have one: such a head trains with it.
 TARGETS["Mistral with a window"] = TARGETS["Mistral"] | {"sliding_window": 24}
