@@ -173,7 +173,7 @@ class Engine:
         """Loads the models and makes an engine of them.
 
         Args:
-            target: a name, a hub id, a folder, or a loaded target.
+            target: a name, a hub id, a folder, a GGUF file, or a loaded target.
             draft: "auto", the default, is the head packaged for this target, else vanilla decoding. "lookup" copies
                 drafts from the text. "mtp" is the MTP layer in the target's own checkpoint (SGLang's NEXTN). None is
                 vanilla decoding. Otherwise a loaded head; the folder of a head, from `export` or in another engine's

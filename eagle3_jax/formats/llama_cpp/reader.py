@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 
 from eagle3_jax.formats.llama_cpp import names
 from eagle3_jax.formats.tensors import Tensors, vocabulary_tensors
-from eagle3_jax.models.checkpoint.gguf_file import interleaved
+from eagle3_jax.models.checkpoint.gguf_file import header, interleaved
 from eagle3_jax.models.checkpoint.table import DTYPES
 
 CONFIG = "eagle3_jax.config"  # JSON of what config.json says and the loader's own keys do not
@@ -94,12 +94,9 @@ def _open(path: pathlib.Path) -> tuple[GGUFReader, str]:
     return _opened(path, status.st_size, status.st_mtime_ns)
 
 
-@functools.lru_cache(2)  # a header with its tokens takes seconds
+@functools.lru_cache(2)
 def _opened(path: pathlib.Path, size: int, changed: int) -> tuple[GGUFReader, str]:
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{path}: truncated, or not a GGUF file ({error})") from error
+    reader = header(path)
     field = reader.get_field("general.architecture")
     architecture = None if field is None else field.contents()
     if architecture not in (names.EAGLE3, names.DFLASH):

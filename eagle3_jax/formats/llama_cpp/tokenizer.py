@@ -8,15 +8,10 @@ from gguf import GGUFReader, GGUFWriter, SpecialVocab, TokenType
 
 from eagle3_jax.models.checkpoint.fetch import TargetError
 from eagle3_jax.models.checkpoint.gguf_file import GGUF
+from eagle3_jax.models.checkpoint.gguf_tokenizer import SPLITS
 from eagle3_jax.runs import disk
 
 _TOKENS, _PREFIX = "tokenizer.ggml.tokens", "tokenizer."
-# How text is split before merges, which shows in tokenizer.json's regular expressions, and llama.cpp's name for it.
-# llama.cpp splits no text by a draft's tokenizer, so another one may have the default.
-_SPLITS = {
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|": "llama-bpe",
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|": "qwen2",
-}
 
 
 def add_tokenizer(writer: GGUFWriter, folder: pathlib.Path, vocab_size: int) -> None:
@@ -62,4 +57,5 @@ def _split(pre_tokenizer: dict) -> str:
     if parts[0] == {"type": "Digits", "individual_digits": True}:
         return "smollm"
     expression = (parts[0].get("pattern") or {}).get("Regex", "")
-    return next((name for part, name in _SPLITS.items() if part in expression), "default")
+    # llama.cpp splits no text by a draft's tokenizer, so another one may have the default.
+    return next((name for name, splits in SPLITS.items() if splits == (expression,)), "default")

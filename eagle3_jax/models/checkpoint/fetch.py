@@ -110,7 +110,7 @@ def load_target(
     From then on this process keeps what it compiles for the next one (`keep_programs`).
 
     Args:
-        config: a name, a hub id, a folder, or a TargetConfig.
+        config: a name, a hub id, a folder, a GGUF file, or a TargetConfig.
         mesh: the devices; None is the default one.
         only: the parameters to load, see `load_model`; None is all of them.
         for_engine: maps the target in the layout of an engine's CPU kernels, if it is for one, see `mapped`.

@@ -15,7 +15,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from tqdm import tqdm
 
-from eagle3_jax.models.checkpoint.gguf_file import CLASSES, SIZES, hf_name, interleaved
+from eagle3_jax.models.checkpoint.gguf_file import CLASSES, SIZES, header, hf_name, interleaved
 from eagle3_jax.models.checkpoint.gguf_tokenizer import ends, needed, one_of, save_tokenizer
 from eagle3_jax.models.checkpoint.load import save_tensors
 from eagle3_jax.models.layers import RopeScaling, rope_frequencies
@@ -85,8 +85,9 @@ def config(reader: GGUFReader, fields: dict[str, Any]) -> dict[str, Any]:
     name, prefix = CLASSES[architecture], f"{architecture}."
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
-    for key in SIZES.keys() - set(_OPTIONAL):
-        needed(fields, prefix + key)
+    for key in SIZES:
+        if not isinstance(got := own.get(key), int | float) and (got is not None or key not in _OPTIONAL):
+            raise ValueError(f"{prefix}{key}: got {got!r}, expected a number")
     known = SIZES | _OWN.get(architecture, {})
     values = {theirs: own[ours] for ours, theirs in known.items() if ours in own}
     scaling = {theirs: own[ours] for ours, theirs in _SCALING.items() if ours in own}
@@ -111,6 +112,7 @@ def config(reader: GGUFReader, fields: dict[str, Any]) -> dict[str, Any]:
     if architecture == "olmo2" and values.get("sliding_window"):
         name = "Olmo3ForCausalLM"
     if architecture == "phi3":
+        values["sliding_window"] = values.get("sliding_window") or None
         values["original_max_position_embeddings"] = needed(fields, f"{prefix}rope.scaling.original_context_length")
         scaling = {}
         if "rope_factors_long.weight" in tensors:
@@ -150,10 +152,7 @@ def _llama3(tensors: dict[str, Any], size: int, theta: float) -> dict[str, Any]:
 
 
 def _read(path: pathlib.Path) -> tuple[GGUFReader, dict[str, Any]]:
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{path}: truncated or not a GGUF file ({error})") from error
+    reader = header(path)
     return reader, {name: field.contents() for name, field in reader.fields.items()}
 
 

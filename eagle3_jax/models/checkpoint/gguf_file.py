@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,20 +99,28 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{ours[part]}.{kind}"
 
 
+def header(path: pathlib.Path) -> GGUFReader:
+    """Reads a local file's header; with tokens it takes seconds. Raises ValueError: truncated, or another file."""
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{path}: truncated, or not a GGUF file ({error})") from error
+
+
 def open_gguf(path: disk.Path) -> tuple[dict[str, Described], Callable[[str], Any]]:
     """Opens a local file, see `ranges.open_tensors`. Raises SafetensorError."""
     if (local := disk.system_path(path)) is None:
         raise SafetensorError("a GGUF file in a bucket is not read; copy it to a local folder")
     status = local.stat()
-    return _opened(str(local), status.st_size, status.st_mtime_ns)
+    return _opened(local, status.st_size, status.st_mtime_ns)
 
 
-@functools.lru_cache(4)  # a header with its tokens takes seconds
-def _opened(path: str, size: int, changed: int) -> tuple[dict[str, Described], Callable[[str], Any]]:
+@functools.lru_cache(4)
+def _opened(path: pathlib.Path, size: int, changed: int) -> tuple[dict[str, Described], Callable[[str], Any]]:
     try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
-        raise SafetensorError(f"not a GGUF file ({error})") from error
+        reader = header(path)
+    except ValueError as error:
+        raise SafetensorError(str(error)) from error
 
     def field(name: str) -> Any:
         found = reader.get_field(name)
@@ -137,7 +146,7 @@ def _opened(path: str, size: int, changed: int) -> tuple[dict[str, Described], C
         which = [which for which in heads if f".attn_{which}." in tensor.name]
         rows = interleaved(shape[0], heads[which[0]]) if which and architecture in INTERLEAVED else None
         row = int(tensor.n_bytes) // shape[0]
-        found[name] = GgufTensor(name, tensor.tensor_type.name, shape, path, int(tensor.data_offset), row, rows)
+        found[name] = GgufTensor(name, tensor.tensor_type.name, shape, str(path), int(tensor.data_offset), row, rows)
     return {name: Described(x.dtype, x.shape) for name, x in found.items()}, found.__getitem__
 
 

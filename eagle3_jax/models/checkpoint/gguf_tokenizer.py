@@ -32,9 +32,9 @@ _DEEPSEEK3 = (
     + _SPACES,
 )
 # tokenizer.ggml.pre -> the expressions that split a text, one after the other; in place of none GPT-2's own do.
-_SPLITS: dict[str, tuple[str, ...]] = {
+SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), ()),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "glm4"), (_LLAMA3,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe", "glm4"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), (_QWEN2,)),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT_4O,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
@@ -54,7 +54,7 @@ def save_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
     if pieces := one_of(fields, f"{_KEY}model", ("gpt2", "llama")) == "llama":
         tokenizer = _of_pieces(fields, tokens, kinds)
     else:
-        one_of(fields, f"{_KEY}pre", (*_SPLITS, *_DIGITS))
+        one_of(fields, f"{_KEY}pre", (*SPLITS, *_DIGITS))
         tokenizer = _of_bytes(fields, tokens)
     stripped = pieces and fields["general.architecture"] == "phi3"  # what follows loses its spaces
     for kind, special in ((TokenType.CONTROL, True), (TokenType.UNKNOWN, True), (TokenType.USER_DEFINED, False)):
@@ -106,7 +106,7 @@ def _of_bytes(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
     merges: Any = [tuple(merge.split(" ", 1)) for merge in needed(fields, f"{_KEY}merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE))
-    splits: list[Any] = [pre_tokenizers.Split(Regex(x), "isolated") for x in _SPLITS.get(pre, ())]
+    splits: list[Any] = [pre_tokenizers.Split(Regex(x), "isolated") for x in SPLITS.get(pre, ())]
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
     splits += [pre_tokenizers.Digits(individual_digits=True)] if pre in _DIGITS else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])

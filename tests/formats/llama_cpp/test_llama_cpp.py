@@ -243,15 +243,21 @@ def test_the_tokenizer_of_a_gguf_target_is_copied(tmp_path: pathlib.Path) -> Non
         EAGLE3.write(tmp_path / "third", stored("eagle3", name), "llama.cpp")
 
 
+ENDINGS, SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 @pytest.mark.parametrize(
     ("changes", "keys_"),
     [
         ({"byte_fallback": True}, ("llama", "default")),
         (
-            {"pattern": r"(?i:'s)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"},
+            {"pattern": ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + SPACES},
             ("gpt2", "llama-bpe"),
         ),
-        ({"pattern": r"(?i:'s)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"}, ("gpt2", "qwen2")),
+        (
+            {"pattern": ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + SPACES},
+            ("gpt2", "qwen2"),
+        ),
         ({"pattern": "another"}, ("gpt2", "default")),
     ],
 )
