@@ -27,7 +27,6 @@ from eagle3_jax.decoding.arguments import check_ids
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.request import Request as EngineRequest
-from eagle3_jax.decoding.text import answer_opening
 from eagle3_jax.models import chat_template
 from eagle3_jax.serve import bodies, protocol
 from eagle3_jax.serve.answers import Answers, submit, submitted
@@ -188,7 +187,7 @@ class _Server:
         self._running.add(answers)
         if self._stops:
             answers.abort()
-        opening = answer_opening(self.pool.tokenizer, requests[0].ids)
+        opening = body.opening(self.pool.tokenizer, requests[0].ids)
         envelope = Envelope(body.choices(self._tokens, self._form, opening), self.model)
         if body.stream:
             events = _events(answers, envelope, body)
@@ -213,7 +212,7 @@ class _Server:
 
     def _submit(self, body: protocol.RequestBody, params: SamplingParams, deadline: float) -> list[EngineRequest]:
         prompts = [body.encode(self.pool, prompt) for prompt in body.prompts]
-        params = body.for_model(params, self._form, answer_opening(self.pool.tokenizer, prompts[0]))
+        params = body.for_model(params, self._form, body.opening(self.pool.tokenizer, prompts[0]))
         options = {"drafts": body.drafts is not False, "adapt": body.adapt is not False}
         return submit(self.pool, prompts, params, body.answers, deadline, **options)
 

@@ -12,7 +12,7 @@ import functools
 import re
 import reprlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
@@ -22,6 +22,7 @@ from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, S
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.decoding.structured.params import StructuredOutputsParams
+from eagle3_jax.decoding.text import answer_opening
 from eagle3_jax.models.chat_template import THOUGHT_END
 from eagle3_jax.serve import bodies
 from eagle3_jax.serve.bodies import ApiError
@@ -274,8 +275,12 @@ class RequestBody(pydantic.BaseModel):
         except ValueError as error:
             raise refusal(error, self.places) from error
 
+    def opening(self, tokenizer: Any, prompt: Sequence[int]) -> str | None:
+        """Returns the text behind which the answer to an encoded prompt begins, see `answer_opening`."""
+        return None
+
     def for_model(self, params: SamplingParams, form: Form | None, opening: str | None) -> SamplingParams:
-        """Adds to `params` what depends on the model's form of calls and on the prompt (`answer_opening`).
+        """Adds to `params` what depends on the model's form of calls and on the answer's `opening`.
 
         Raises ValueError: the tools' calls have no form, or a schema no regex.
         """
@@ -356,6 +361,9 @@ class Chat(RequestBody):
     def calls(self) -> bool:
         """True if the model may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    def opening(self, tokenizer: Any, prompt: Sequence[int]) -> str | None:
+        return answer_opening(tokenizer, prompt)
 
     def for_model(self, params: SamplingParams, form: Form | None, opening: str | None) -> SamplingParams:
         structured, choice = params.structured, self.tool_choice
