@@ -64,7 +64,8 @@ class Compiler:
 
     @functools.cached_property
     def _tokens(self) -> _Tokens:
-        held = [(text, token) for token, text in enumerate(_texts(self._tokenizer, self._size)) if text]
+        every = enumerate(_texts(self._tokenizer, self._size))
+        held = [(text, token) for token, text in every if text and token not in self._end_ids]
         held.sort(key=lambda item: -len(item[0]))
         lengths = np.array([len(text) for text, _ in held], np.int64)
         joined = np.frombuffer(b"".join(text for text, _ in held), np.uint8)
@@ -143,15 +144,16 @@ def _value(depth: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _regular(pattern: str) -> tuple[np.ndarray, np.ndarray]:
-    # The library prefers the first of several matches, and drops the others where it ends. So each text is closed by a
-    # byte 0, which texts do not have.
+    # The library prefers the first of several matches, and drops the others where it ends; and it looks for a beginning
+    # at every place, which takes exponential time. So each text stands between bytes 0, which texts do not have.
     try:
-        index = outlines_core.Index(rf"(?:{pattern})\x00", _BYTES)
+        index = outlines_core.Index(rf"\x00(?:{pattern})\x00", _BYTES)
     except ValueError as error:
         got = f"the regular expression {pattern[:200]!r}"
         raise ValueError(f"structured: got {got}, expected one that Rust's syntax has: {error}") from error
     found = index.get_transitions()
-    number = {state: i for i, state in enumerate(dict.fromkeys([index.get_initial_state(), *found]), 1)}
+    first = found[index.get_initial_state()][0]
+    number = {state: i for i, state in enumerate(dict.fromkeys([first, *found]), 1)}
     moves = np.zeros((len(number) + 1, 257), np.int64)
     for state, ways in found.items():
         moves[number[state], list(ways)] = [number[behind] for behind in ways.values()]
@@ -181,7 +183,10 @@ def _filled(
 
 def _least(moves: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     columns, of_byte = np.unique(moves, axis=1, return_inverse=True)
-    block, count = ends.astype(np.int64), 0
+    distance = np.where(ends, 0, len(moves))  # to an end: a first division, and a fine one
+    while (nearer := np.minimum(distance, distance[columns].min(axis=1) + 1)).sum() < distance.sum():
+        distance = nearer
+    block, count = np.unique(distance, return_inverse=True)[1].reshape(-1), -1
     while block.max() > count:  # states with equal ways into equal blocks are one
         count = block.max()
         block = np.unique(np.column_stack([block, block[columns]]), axis=0, return_inverse=True)[1].reshape(-1)

@@ -14,7 +14,7 @@ from typing import Any
 # Stands for any value, with `DEPTH` containers inside each other; no JSON text has this character.
 ANY, DEPTH = "\x01", 2
 _RECURSIONS = 3  # times that a reference contains itself
-_MOST = 1000  # times that a part is repeated
+_MOST = 200  # characters of a string and items of a list that has a limit
 
 _GAP = "[ ]?"
 _PLAIN = r'[^"\\\x00-\x1F]'
@@ -54,6 +54,7 @@ _KEYWORDS: dict[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
+_FIXED = {"boolean": "(?:true|false)", "null": "null"}
 # A pattern's parts: an escape, a class, another character. In classes, Rust's own operators are escaped.
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _SHORT = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": " "}
@@ -132,8 +133,7 @@ class _Schemas:
                 if beside:
                     raise _refused(f"{place}.{min(beside)}", schema[min(beside)], f"nothing beside {keyword}")
                 return self._composed(keyword, schema, place, inside)
-        kinds = schema.get("type", [kind for kind, own in _KEYWORDS.items() if own & keywords])
-        kinds = [kinds] if isinstance(kinds, str) else kinds
+        kinds = _listed(schema.get("type", [kind for kind, own in _KEYWORDS.items() if own & keywords]))
         if unknown := [kind for kind in kinds if kind not in _KEYWORDS]:
             raise _refused(f"{place}.type", unknown[0], f"one of {', '.join(_KEYWORDS)}")
         known = frozenset({"type"}).union(*(_KEYWORDS[kind] for kind in kinds))
@@ -142,7 +142,14 @@ class _Schemas:
             raise _refused(f"{place}.{name}", schema[name], "none: this keyword has no regular form here")
         if not kinds:
             return ANY
-        return _either(getattr(self, f"_{kind}")(schema, place, inside) for kind in kinds)
+        return _either(self._value(kind, schema, place, inside) for kind in kinds)
+
+    def _value(self, kind: str, schema: Mapping[str, Any], place: str, inside: tuple[str, ...]) -> str | None:
+        if kind in _FIXED:
+            return _FIXED[kind]
+        if kind in ("object", "array"):
+            return (self._object if kind == "object" else self._array)(schema, place, inside)
+        return _string(schema, place) if kind == "string" else _numbers(schema, place, whole=kind == "integer")
 
     def _composed(self, keyword: str, schema: Mapping[str, Any], place: str, inside: tuple[str, ...]) -> str | None:
         value, at = schema[keyword], f"{place}.{keyword}"
@@ -152,8 +159,7 @@ class _Schemas:
             return self.of(self._found(value, at), str(value), (*inside, value))
         if keyword in ("enum", "const"):
             values = value if keyword == "enum" else [value]
-            kinds = schema.get("type", list(_KEYWORDS))
-            held = [one for one in values if not _kinds(one).isdisjoint([kinds] if isinstance(kinds, str) else kinds)]
+            held = [one for one in values if not _kinds(one).isdisjoint(_listed(schema.get("type", _KEYWORDS)))]
             return _either(literal(json.dumps(one, ensure_ascii=False)) for one in held)
         if not isinstance(value, list) or not value:
             raise _refused(at, value, "a list of schemas")
@@ -219,34 +225,20 @@ class _Schemas:
         item = ANY if items is True or items == {} else self.of(items, f"{place}.items", inside)
         return _list(item, max(low - len(parts), 0), beyond, [part for part in parts if part is not None])
 
-    def _string(self, schema: Mapping[str, Any], place: str, inside: tuple[str, ...]) -> str:
-        given = [name for name in ("pattern", "format") if name in schema]
-        sizes = [name for name in ("minLength", "maxLength") if name in schema]
-        if len(given) > 1 or (given and sizes):
-            name = (sizes or given)[-1]
-            raise _refused(f"{place}.{name}", schema[name], f"nothing beside {given[0]}")
-        if "pattern" in schema:
-            return f'"{_pattern(schema["pattern"], f"{place}.pattern")}"'
-        if "format" in schema:
-            if schema["format"] not in _FORMATS:
-                raise _refused(f"{place}.format", schema["format"], f"one of {', '.join(_FORMATS)}")
-            return f'"{_FORMATS[schema["format"]]}"'
-        return f'"{_CHARACTER}{_times(*_counts(schema, *_LENGTHS, place))}"' if sizes else _STRING
 
-    def _integer(self, schema: Mapping[str, Any], place: str, inside: tuple[str, ...]) -> str | None:
-        return _numbers(schema, place, whole=True) if _BOUNDS & schema.keys() else _INTEGER
-
-    def _number(self, schema: Mapping[str, Any], place: str, inside: tuple[str, ...]) -> str | None:
-        return _numbers(schema, place, whole=False) if _BOUNDS & schema.keys() else _NUMBER
-
-    def _boolean(self, schema: Mapping[str, Any], place: str, inside: tuple[str, ...]) -> str:
-        return "(?:true|false)"
-
-    def _null(self, schema: Mapping[str, Any], place: str, inside: tuple[str, ...]) -> str:
-        return "null"
-
-
-_LENGTHS = "minLength", "maxLength"
+def _string(schema: Mapping[str, Any], place: str) -> str:
+    given = [name for name in ("pattern", "format") if name in schema]
+    sizes = [name for name in ("minLength", "maxLength") if name in schema]
+    if len(given) > 1 or (given and sizes):
+        name = (sizes or given)[-1]
+        raise _refused(f"{place}.{name}", schema[name], f"nothing beside {given[0]}")
+    if "pattern" in schema:
+        return f'"{_pattern(schema["pattern"], f"{place}.pattern")}"'
+    if "format" in schema:
+        if schema["format"] not in _FORMATS:
+            raise _refused(f"{place}.format", schema["format"], f"one of {', '.join(_FORMATS)}")
+        return f'"{_FORMATS[schema["format"]]}"'
+    return f'"{_CHARACTER}{_times(*_counts(schema, "minLength", "maxLength", place))}"' if sizes else _STRING
 
 
 def _either(parts: Iterator[str | None]) -> str | None:
@@ -263,42 +255,40 @@ def _kinds(value: Any) -> set[str]:
 
 
 def _apart(one: Any, other: Any) -> bool:
-    """Tells whether no value fulfils both of two schemas, as far as types and constants show."""
+    """Tells whether types or constants show that no value fulfils both of two schemas."""
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return False
-    values = [part["enum"] if "enum" in part else [part["const"]] for part in (one, other) if _is_fixed(part)]
-    if len(values) == 2:
+    values = [part.get("enum", [part["const"]] if "const" in part else None) for part in (one, other)]
+    if None not in values:
         return not any(a == b for a in values[0] for b in values[1])
-    kinds = [part.get("type") or set().union(*map(_kinds, given)) for part in (one, other) for given in [_given(part)]]
-    left, right = ({kind} if isinstance(kind, str) else set(kind) for kind in kinds)
-    if "number" in left | right:
-        left, right = ({"number" if kind == "integer" else kind for kind in side} for side in (left, right))
+    pairs = zip((one, other), values, strict=True)
+    left, right = (
+        {"number" if kind == "integer" else kind for kind in _listed(part.get("type", ()))}
+        if given is None
+        else set().union(*map(_kinds, given))
+        for part, given in pairs
+    )
     if left and right and left.isdisjoint(right):
         return True
-    shared = {*one.get("required", ())} & {*other.get("required", ())}
-    return any(
-        _apart(one["properties"][name], other["properties"][name])
-        for name in shared
-        if name in one.get("properties", {}) and name in other.get("properties", {})
-    )
+    known, others = one.get("properties", {}), other.get("properties", {})
+    shared = {*one.get("required", ())} & {*other.get("required", ())} & known.keys() & others.keys()
+    return any(_apart(known[name], others[name]) for name in shared)
 
 
-def _is_fixed(part: Mapping[str, Any]) -> bool:
-    return "enum" in part or "const" in part
-
-
-def _given(part: Mapping[str, Any]) -> list[Any]:
-    return part.get("enum", [part["const"]] if "const" in part else [])
+def _listed(kinds: Any) -> list[str]:
+    return [kinds] if isinstance(kinds, str) else list(kinds)
 
 
 def _counts(schema: Mapping[str, Any], least: str, most: str, place: str) -> tuple[int, int | None]:
     low, high = schema.get(least, 0), schema.get(most)
     for name, value in ((least, low), (most, high)):
-        if value is not None and not (isinstance(value, int) and 0 <= value <= _MOST):
-            raise _refused(f"{place}.{name}", value, f"a whole number up to {_MOST}")
+        if value is not None and not (isinstance(value, int) and value >= 0):
+            raise _refused(f"{place}.{name}", value, "a whole number")
+    if low > _MOST:
+        raise _refused(f"{place}.{least}", low, f"{_MOST} at most")
     if high is not None and high < low:
         raise _refused(f"{place}.{most}", high, f"{least} at least")
-    return low, high
+    return low, None if high is None else min(high, _MOST)
 
 
 def _pattern(pattern: Any, place: str) -> str:
@@ -326,7 +316,9 @@ def _pattern(pattern: Any, place: str) -> str:
 
 
 def _numbers(schema: Mapping[str, Any], place: str, *, whole: bool) -> str | None:
-    """Returns the numbers between whole bounds."""
+    """Returns the numbers between whole bounds, or all."""
+    if not _BOUNDS & schema.keys():
+        return _INTEGER if whole else _NUMBER
     for name in _BOUNDS & schema.keys():
         value = schema[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value:
