@@ -57,7 +57,7 @@ def refused(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
 WHY = [
     (
         LocalEntryNotFoundError("no hub"),
-        f"cannot reach {HUB}; expected 'smollm2-135m-instruct', a folder, a GGUF file, or",
+        f"cannot reach {HUB}; expected 'smollm2-135m-instruct', a folder, a GGUF file, or a hub",
     ),
     (HFValidationError("a/b/c"), "no hub id; expected"),
     (refused(GatedRepoError, 403), f"{HUB}/org/model is gated: .* `hf auth login`; exp"),

@@ -165,7 +165,7 @@ def test_what_some_architectures_say_beside_sizes():
 
 def test_llama_3s_scaling_is_read_from_its_frequencies():
     scaling = RopeScaling(32.0, 1.0, 4.0, 8192)
-    factors = np.asarray(rope_frequencies(32, 5e5) / rope_frequencies(32, 5e5, scaling))
+    factors = np.array(rope_frequencies(32, 5e5) / rope_frequencies(32, 5e5, scaling))
     assert config_of("llama", ("rope_freqs.weight", factors)).rope_scaling == scaling
     assert config_of("llama", ("rope_freqs.weight", np.ones_like(factors))).rope_scaling is None
     factors[8] *= 1.01

@@ -77,6 +77,11 @@ MIXTURES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_files_left(monkeypatch, tmp_path):
+    monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path / "cache"))
+
+
 def blocks_of(name: str, rows: int, blocks: int) -> np.ndarray:
     """Random blocks; their float16 scales are finite."""
     kind, rng = BLOCK_KINDS[name], np.random.default_rng(0)
@@ -141,7 +146,7 @@ def describe(writer: GGUFWriter, config: Any, tokenizer: Any) -> None:
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_logit_scale(c.logits_scaling)
-    tokens, special = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), set(tokenizer.all_special_tokens)
+    tokens, special = tokenizer.convert_ids_to_tokens(range(c.vocab_size)), set(tokenizer.all_special_tokens)
     tokens[tokens.index("Ă")] = "Āā"  # for a merge, without which there is no list of them: bytes 0 and 1, not 2
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
