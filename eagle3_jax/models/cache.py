@@ -68,24 +68,27 @@ class Pass:
 class KVCache:
     """Keys and values of one layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim].
 
-    On a TPU a row may hold several heads (`kernels/tree_attention/packed_heads.py`).
+    On a TPU a row may hold several heads (`kernels/tree_attention/packed_heads.py`). Without values the keys are
+    latents, of which the layer makes both.
     """
 
     keys: Array
-    values: Array
+    values: Array | None = None
 
     @classmethod
-    def pages(cls, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any) -> KVCache:
-        """Allocates free pages, for the current mesh."""
+    def pages(
+        cls, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any, *, latent: bool = False
+    ) -> KVCache:
+        """Allocates free pages, for the current mesh; `latent` ones without values."""
         rows, width = cache_rows(kv_heads, head_dim)
         shape = pages, rows, page_size, width
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return cls(jnp.zeros(shape, dtype), None if latent else jnp.zeros(shape, dtype))
 
     def append_and_attend(
         self,
         queries: Float[Array, "b t n d"],
         keys: Float[Array, "b t k d"],
-        values: Float[Array, "b t k d"],
+        values: Float[Array, "b t k d"] | None,
         this: Pass,
         first: Int[Array, "b t"] | None = None,
         sinks: Float[Array, " n"] | None = None,
@@ -161,19 +164,16 @@ class Cache:
             counts: 0 leaves a recurrent state as it is.
             moves: False where the path is the tail's beginning: keys and values are in their places.
         """
-        layers = list(self.layers)
+        layers = [x if isinstance(x, KVCache) else x.commit(this, path, counts) for x in self.layers]
+        kept, structure = jax.tree.flatten([x if isinstance(x, KVCache) else None for x in layers])
         alike: dict[Any, list[int]] = {}
-        for index, layer in enumerate(layers):
-            if not isinstance(layer, KVCache):
-                layers[index] = layer.commit(this, path, counts)
-            elif moves:
-                alike.setdefault((layer.keys.shape, layer.keys.dtype), []).append(index)
+        for index, array in enumerate(kept if moves else ()):
+            alike.setdefault((array.shape, array.dtype), []).append(index)
         for group in alike.values():  # one kernel for all of a shape
-            arrays = [array for index in group for array in (layers[index].keys, layers[index].values)]
-            kept = commit(arrays, this.lengths, path, page_table=this.pages)
-            for place, index in enumerate(group):
-                layers[index] = KVCache(*kept[2 * place : 2 * place + 2])
-        return Cache(tuple(layers))
+            moved = commit([kept[index] for index in group], this.lengths, path, page_table=this.pages)
+            for index, array in zip(group, moved, strict=True):
+                kept[index] = array
+        return Cache(tuple(x or y for x, y in zip(jax.tree.unflatten(structure, kept), layers, strict=True)))
 
 
 def slots_of(tokens: int) -> int:
@@ -189,20 +189,20 @@ class LayerPass:
         entries: the new keys and values, once the layer has attended; before, those of the layer whose cache it reads.
     """
 
-    def __init__(self, this: Pass, cache: LayerCache, entries: tuple[Array, Array] | None = None) -> None:
+    def __init__(self, this: Pass, cache: LayerCache, entries: Any = None) -> None:
         self._this, self.cache, self.entries = this, cache, entries
 
     def __call__(
         self,
         queries: Float[Array, "b t n d"],
         keys: Float[Array, "b t k d"],
-        values: Float[Array, "b t k d"],
+        values: Float[Array, "b t k d"] | None = None,
         *,
         window: int | None = None,
         chunk: int | None = None,
         sinks: Float[Array, " n"] | None = None,
     ) -> Float[Array, "b t n d"]:
-        """Writes the layer's cache, and attends; `sinks`: see `tree_attention`.
+        """Writes the layer's cache, and attends; `sinks`: see `tree_attention`. Latents have no values.
 
         A token sees the last `window` positions, or its own chunk of `chunk` positions.
         """

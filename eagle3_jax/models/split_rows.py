@@ -31,7 +31,7 @@ class SplitRows:
         self,
         queries: Float[Array, "b t n d"],
         keys: Float[Array, "b t k d"],
-        values: Float[Array, "b t k d"],
+        values: Float[Array, "b t k d"] | None,
         this: Pass,
         first: Int[Array, "b t"] | None = None,
         sinks: Float[Array, " n"] | None = None,
@@ -42,9 +42,9 @@ class SplitRows:
         """
         given = {name: x for name, x in (("first", first), ("sinks", sinks)) if x is not None}
 
-        def local(queries: Array, keys: Array, values: Array, given: dict[str, Any]) -> Array:
+        def local(queries: Array, keys: Array, values: Array | None, given: dict[str, Any]) -> Array:
             before = jnp.broadcast_to(self.split.begin(queries.shape[1]), queries.shape[:1])
-            row_keys, row_values = (_slots(self.split.gathered(x)) for x in (keys, values))
+            row_keys, row_values = (x if x is None else _slots(self.split.gathered(x)) for x in (keys, values))
             return tree_attention(queries, keys, values, row_keys, row_values, before, **given)[0]
 
         pieces = P("data")

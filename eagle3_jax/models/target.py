@@ -128,8 +128,13 @@ class TargetModel(nnx.Module):
 
     def layer_cache(self, layer: int, pages: int, page_size: int, dtype: Any, states: int, tail: int) -> LayerCache:
         """Allocates one layer's cache, see `empty_pages`."""
-        c = self.config
-        return KVCache.pages(pages, c.num_key_value_heads, page_size, c.head_dim, dtype)
+        return layer_pages(self.config, layer, pages, page_size, dtype)
+
+
+def layer_pages(config: ModelConfig, layer: int, pages: int, page_size: int, dtype: Any) -> KVCache:
+    """Allocates free pages of one layer's keys and values, or latents."""
+    c = config
+    return KVCache.pages(pages, c.num_key_value_heads, page_size, c.head_dim, dtype, latent=c.latent_cache)
 
 
 def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
@@ -145,8 +150,8 @@ def _decoder_layer(
     rope: Any,
     this: Pass,
     cache: LayerCache,
-    entries: tuple[Array, Array] | None,
-) -> tuple[Float[Array, "b t h"], LayerCache, tuple[Array, Array] | None]:
+    entries: Any,
+) -> tuple[Float[Array, "b t h"], LayerCache, Any]:
     """Runs one layer on its own cache, or that of the layer which made the entries; alike layers are traced once."""
     own = LayerPass(this, cache, entries)
     return block(x, rope, own), own.cache, own.entries

@@ -84,8 +84,9 @@ def _step(
     """Runs step i. Returns its state, and the keys and values [steps, b, t, k, d], of all steps or up to this one."""
     embeds, positions, segment_ids, row = inputs
 
-    def attend(q: Array, k: Array, v: Array, window: int | None = None) -> Array:
+    def attend(q: Array, k: Array, v: Array | None = None, window: int | None = None) -> Array:
         nonlocal keys, values
+        v = k if v is None else v
         if isinstance(i, int):
             keys, values = jnp.concatenate([keys, k[None]]), jnp.concatenate([values, v[None]])
         else:
@@ -104,8 +105,8 @@ def _first_keys(head: Head, state: Array, embeds: Array, positions: Array, split
     """Computes the keys and values of step 0 in whole rows, once for all steps; of a step nothing else is computed."""
     own = []
 
-    def keep(q: Array, k: Array, v: Array, window: int | None = None) -> Array:
-        own.extend((k, v))
+    def keep(q: Array, k: Array, v: Array | None = None, window: int | None = None) -> Array:
+        own.extend((k, k if v is None else v))
         return q
 
     head(embeds[:, 1 : 1 + state.shape[1]], state, _pass(positions), keep)

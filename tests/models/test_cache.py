@@ -8,6 +8,7 @@ import tiny_families
 from flax import nnx
 
 from eagle3_jax.models.cache import BorrowedCache, KVCache, LayerPass, Pass
+from eagle3_jax.models.drafts.mtp import DeepseekMtp
 from eagle3_jax.models.families import FAMILIES, llama
 from eagle3_jax.models.layers import Attention, rms_norm
 from eagle3_jax.models.target import TargetModel
@@ -83,3 +84,12 @@ def test_a_layer_reads_another_s_keys_and_values():
     hidden, _, _ = model(jnp.asarray(text[None, 10:11]), behind, cache)
     path = text[[0, 1, 2, 3, 4, 5, 6, 8, 9, 10]]
     np.testing.assert_allclose(hidden[0, 0], plain(model, path, np.tril(mask | True))[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_latent_is_kept_once():
+    """One row a token and layer, of the latent and the rotated key, in the target and in its MTP layer."""
+    family = next(family for family in FAMILIES if family.config.architecture == "DeepseekV3ForCausalLM")
+    config = tiny_families.config_of(family, num_hidden_layers=3)
+    model, head = family.model(config, rngs=nnx.Rngs(0)), DeepseekMtp(config, rngs=nnx.Rngs(0))
+    assert [x.shape for x in jax.tree.leaves(model.empty_pages(5, 16))] == [(5, 1, 16, 24 + 8)] * 3
+    assert [x.shape for x in jax.tree.leaves(head.empty_pages(5, 16))] == [(5, 1, 16, 24 + 8)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,9 +22,9 @@ from eagle3_jax.kernels.tree_attention.xla import Operands, attend_xla
 def tree_attention(
     queries: Float[Array, "b t n d"],
     new_keys: Float[Array, "b t k d"],
-    new_values: Float[Array, "b t k d"],
+    new_values: Float[Array, "b t k d"] | None,
     keys: Array,
-    values: Array,
+    values: Array | None,
     lengths: Int[Array, " b"],
     tail_mask: Bool[Array, "b t m"] | None = None,
     *,
@@ -33,7 +34,7 @@ def tree_attention(
     sinks: Float[Array, " n"] | None = None,
     implementation: Implementation | None = None,
     interpret: Any = False,
-) -> tuple[Float[Array, "b t n d"], Array, Array]:
+) -> tuple[Float[Array, "b t n d"], Array, Array | None]:
     """Writes the new tokens' keys and values at the tail's end, then attends.
 
     Computes softmax(q k^T / sqrt(d)) v over the slots [0, length) and the visible slots of the tail [length, length +
@@ -42,7 +43,7 @@ def tree_attention(
     Args:
         queries: n = group * k query heads, grouped by KV head.
         new_keys, new_values: those of the new tokens; the cache stores them in its dtype, those beyond the range of
-            float8 clipped.
+            float8 clipped. No values: the keys are the values too, and so in the cache.
         keys, values: the cache, contiguous [b, k, slots, d], or with a page table [pages, k, page_size, d]. On a TPU a
             row may hold several heads and padding (`packed_heads.cache_rows`). Any float dtype, float8 included; read
             in the queries' dtype. Donated caches are written in place. Sequences must not share a page that is written,
@@ -70,7 +71,7 @@ def tree_attention(
     t = queries.shape[1]
     if tail_mask is not None and tail_mask.shape[-1] < t:
         raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected at least {t}, one per new token")
-    new_keys, new_values = _stored(new_keys, keys.dtype), _stored(new_values, values.dtype)
+    new_keys, new_values = jax.tree.map(lambda x: _stored(x, keys.dtype), (new_keys, new_values))
     operands = Operands(queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks)
     on_cpu = first is None and sinks is None and cpu.supports(queries.dtype, keys.dtype, queries.shape[3])
     chosen = choose(implementation, pallas=True, cpu=on_cpu)
@@ -83,22 +84,22 @@ def tree_attention(
 
 def append(
     new_keys: Float[Array, "b t k d"],
-    new_values: Float[Array, "b t k d"],
+    new_values: Float[Array, "b t k d"] | None,
     keys: Array,
-    values: Array,
+    values: Array | None,
     lengths: Int[Array, " b"],
     *,
     page_table: Int[Array, "b pages"] | None = None,
     continued: bool = False,
     implementation: Implementation | None = None,
     interpret: Any = False,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | None]:
     """Writes the new tokens' keys and values behind `lengths`, as `tree_attention` does, without attention.
 
     On a TPU its kernel does so: each query, of zeros, sees its own slot alone, and no other block is read. A scatter
     would have the cache in another layout, and each program would copy all of it.
     """
-    new_keys, new_values = _stored(new_keys, keys.dtype), _stored(new_values, values.dtype)
+    new_keys, new_values = jax.tree.map(lambda x: _stored(x, keys.dtype), (new_keys, new_values))
     if choose(implementation, pallas=True) == "pallas":
         from eagle3_jax.kernels.tree_attention.tpu import attend_tpu
 
@@ -107,7 +108,8 @@ def append(
         queries = jnp.zeros((b, t, kv_heads, d), keys.dtype)
         operands = Operands(queries, new_keys, new_values, keys, values, lengths, None, page_table, first, None)
         return attend_tpu(operands, continued=continued, interpret=interpret)[1:]
-    return write(keys, new_keys, lengths, page_table), write(values, new_values, lengths, page_table)
+    new, caches = (new_keys, new_values), (keys, values)
+    return jax.tree.map(lambda cache, x: write(cache, x, lengths, page_table), caches, new)
 
 
 def _stored(new: Float[Array, "b t k d"], dtype: Any) -> Float[Array, "b k t d"]:

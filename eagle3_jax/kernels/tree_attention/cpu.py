@@ -29,28 +29,33 @@ _BLOCK = 128  # slots per step of the online softmax
 _LEAST = -1e30
 
 
-def attend_cpu(o: Operands) -> tuple[Float[Array, "b t n d"], Array, Array]:
+def attend_cpu(o: Operands) -> tuple[Float[Array, "b t n d"], Array, Array | None]:
     """See `tree_attention`; caches have the queries' dtype, and neither `first` nor `sinks` is read."""
     queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, *_ = o
     if page_table is None:
         page_table = jnp.arange(len(queries), dtype=jnp.int32)[:, None]
     dtype, d = queries.dtype.name, queries.shape[3]
     room = 0 if tail_mask is None else -(-tail_mask.shape[2] // _BLOCK) * _BLOCK
-    name = f"eagle3_jax_tree_attention_{dtype}_{d}_{room}"
-    compiler.kernel(name, write_attention, dtype, d, room)
+    new, (old, structure) = jax.tree.leaves((new_keys, new_values)), jax.tree.flatten((keys, values))
+    caches = len(old)
+    name = f"eagle3_jax_tree_attention_{dtype}_{d}_{room}_{caches}"
+    compiler.kernel(name, write_attention, dtype, d, room, caches)
     mask = jnp.zeros((1, 1, 1), bool) if tail_mask is None else tail_mask
-    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (queries, keys, values))
-    call = jax.ffi.ffi_call(name, results, input_output_aliases={3: 1, 4: 2})
-    attended, keys, values = call(queries, new_keys, new_values, keys, values, lengths, mask, page_table)
-    return attended, keys, values
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (queries, *old))
+    call = jax.ffi.ffi_call(name, results, input_output_aliases={1 + caches + i: 1 + i for i in range(caches)})
+    attended, *kept = call(queries, *new, *old, lengths, mask, page_table)
+    return attended, *jax.tree.unflatten(structure, kept)
 
 
 def supports(dtype: Any, cache_dtype: Any, head_dim: int) -> bool:
     return dtype == cache_dtype and jnp.dtype(dtype).name in ELEMENTS and head_dim % _WIDTH == 0
 
 
-def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int) -> None:
-    """Writes the kernel; a tail under a mask has at most `room` slots, 0 is a causal tail."""
+def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int, caches: int = 2) -> None:
+    """Writes the kernel; a tail under a mask has at most `room` slots, 0 is a causal tail.
+
+    With one of `caches`, not two, the keys are the values too.
+    """
     masked, held = room > 0, _BLOCK + room  # slots of the block where the tail begins, and the tail's
     element, vectors, size_of = ELEMENTS[dtype], d // _WIDTH, 4 if dtype == "float32" else 2
     kind = vector(_WIDTH)
@@ -63,9 +68,10 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
         return code.at(cache, code.mul(code.add(code.mul(page, heads), head), code.mul(size, d)), element)
 
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
-        queries, new_keys, new_values, keys, _, lengths, mask, table = operands
-        attended, keys_out, values_out = results
-        values = [x.data for x in (queries, new_keys, new_values, keys_out, values_out, lengths, mask, table, attended)]
+        (queries, *new), (attended, *kept) = operands[: 1 + caches], results
+        keys, lengths, mask, table = operands[1 + caches], *operands[-3:]
+        buffers = queries, new[0], new[-1], kept[0], kept[-1], lengths, mask, table, attended
+        values = [x.data for x in buffers]
         t, n, heads, size = queries.size(1), queries.size(2), keys.size(1), keys.size(2)
         tail = mask.size(2) if masked else t
         values += [t, n, heads, keys.size(0), size, table.size(1), tail]
@@ -75,7 +81,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
                 place = code.add(code.sub(end, t), i)
                 number, inside = code.div(place, size), code.mul(code.rem(place, size), d)
                 new = code.mul(code.add(code.mul(code.add(code.mul(b, heads), head), t), i), d)
-                for cache, entries in zip(values[3:5], values[1:3], strict=True):
+                for cache, entries in zip(values[3 : 3 + caches], values[1 : 1 + caches], strict=True):
                     to = code.at(page_of(code, values, cache, b, head, number), inside, element)
                     code.copy(to, code.at(entries, new, element), d * size_of)
         blocks = code.div(code.add(code.mul(t, code.div(n, heads)), _ROWS - 1), _ROWS)
@@ -178,7 +184,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int)
                 result = code.b.fmul(code.load(sums[r][v], kind), share)
                 code.store_floats(result, code.at(attended, code.add(offset[r], v * _WIDTH), element), element)
 
-    handler.write_kernel(module, name, 8, 3, plan, body)
+    handler.write_kernel(module, name, 4 + 2 * caches, 1 + caches, plan, body)
 
 
 @contextlib.contextmanager

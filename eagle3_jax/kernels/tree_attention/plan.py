@@ -39,6 +39,7 @@ class Shape:
         width: keys of one item; one of its matrix products takes at most 256 keys.
         tail: cache slots behind the committed ones that the queries may see.
         written: new tokens, the tail's last, whose keys and values the kernel writes; 0 if the cache has them already.
+        caches: 2, of keys and of values; or 1, of keys that are the values too.
     """
 
     batch: int
@@ -53,6 +54,7 @@ class Shape:
     width: int
     tail: int
     written: int
+    caches: int
 
     @property
     def tiles(self) -> int:
@@ -104,11 +106,11 @@ class Shape:
     def vmem_bytes(self, query_bytes: int, key_bytes: int) -> int:
         """Returns the bytes of VMEM: blocks and queries twice (double buffers), sums, sinks, two items."""
         lanes, height = self.parts * LANES, 32 // key_bytes
-        streamed = 2 * self.block * self.kv_heads * lanes * key_bytes
+        streamed = self.caches * self.block * self.kv_heads * lanes * key_bytes
         tiles = 2 * self.kv_heads * self.rows * lanes * query_bytes
         words = self.tile * -(-self.words // LANES) * LANES * 4
-        new = 2 * self.kv_heads * -(-self.written // WORD) * WORD * lanes * key_bytes
-        placed = new + 4 * self.kv_heads * height * lanes * key_bytes
+        new = self.caches * self.kv_heads * -(-self.written // WORD) * WORD * lanes * key_bytes
+        placed = new + 2 * self.caches * self.kv_heads * height * lanes * key_bytes
         sums = self.kv_heads * self.rows * (3 * LANES + lanes) * 4
         items = 2 * self.rows * self.width * (4 + 4 + query_bytes)
         return 2 * (streamed + tiles + words + new) + placed + sums + items
@@ -126,6 +128,7 @@ def plan(
     tail: int,
     pages: int | None,
     continued: bool = False,
+    caches: int = 2,
 ) -> Shape:
     """Chooses the tiling.
 
@@ -175,6 +178,7 @@ def plan(
             tail=tail,
             # Else later tiles of queries, or later sequences, would read blocks that are being written.
             written=t if tile == nodes and not continued else 0,
+            caches=caches,
         )
 
     sizes = [jnp.dtype(dtype).itemsize for dtype in dtypes]

@@ -20,14 +20,15 @@ from eagle3_jax.kernels.tree_attention.tpu_kernel import attend
 from eagle3_jax.kernels.tree_attention.xla import Operands
 
 
-def attend_tpu(o: Operands, *, continued: bool, interpret: Any) -> tuple[Float[Array, "b t n d"], Array, Array]:
+def attend_tpu(o: Operands, *, continued: bool, interpret: Any) -> tuple[Float[Array, "b t n d"], Array, Array | None]:
     """See `tree_attention`; a cache row may hold several heads."""
     kv_heads, d = o.new_keys.shape[1], o.new_keys.shape[3]
     _, rows, _, width = o.keys.shape
     beside, packed = kv_heads // rows, (rows, width) != (kv_heads, d)
     if packed:
-        new = {name: pack_heads(getattr(o, name), rows, width) for name in ("new_keys", "new_values")}
-        o = o._replace(queries=spread_queries(o.queries, beside, rows, width), **new)
+        new_keys, new_values = jax.tree.map(lambda x: pack_heads(x, rows, width), (o.new_keys, o.new_values))
+        queries = spread_queries(o.queries, beside, rows, width)
+        o = o._replace(queries=queries, new_keys=new_keys, new_values=new_values)
     tokens, cache, each = P("data", None, "model"), P("data", "model"), P("data")
     attended, keys, values = over_mesh(
         functools.partial(_local, scale=d**-0.5, continued=continued, interpret=interpret),
@@ -42,10 +43,10 @@ def attend_tpu(o: Operands, *, continued: bool, interpret: Any) -> tuple[Float[A
 
 def _local(
     *operands: Any, scale: float, continued: bool, interpret: Any
-) -> tuple[Float[Array, "b t n d"], Array, Array]:
+) -> tuple[Float[Array, "b t n d"], Array, Array | None]:
     """Attends for one device's share, the fields of `Operands`."""
     queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks = operands
-    b, t, n, d = queries.shape
+    (b, t, n, d), new, caches = queries.shape, (new_keys, new_values), (keys, values)
     s = plan(
         queries.shape,
         keys.shape,
@@ -53,13 +54,14 @@ def _local(
         tail=t if tail_mask is None else tail_mask.shape[-1],
         pages=None if page_table is None else page_table.shape[1],
         continued=continued,
+        caches=len(jax.tree.leaves(caches)),
     )
     if s.written:
         rows = ((0, 0), (0, 0), (0, s.new_rows(keys.dtype) - t), (0, 0))
-        new = jnp.pad(new_keys, rows), jnp.pad(new_values, rows)
+        new = jax.tree.map(lambda x: jnp.pad(x, rows), new)
     else:
-        new, at = None, lengths + s.tail - t
-        keys, values = write(keys, new_keys, at, page_table), write(values, new_values, at, page_table)
+        at = lengths + s.tail - t
+        caches, new = jax.tree.map(lambda cache, x: write(cache, x, at, page_table), caches, new), None
     pad, group = ((0, 0), (0, s.nodes - t)), n // s.kv_heads
     more = (0, s.group - group)
     padded = jnp.pad(queries.reshape(b, t, s.kv_heads, group, d), (*pad, (0, 0), more, (0, 0)))
@@ -73,18 +75,18 @@ def _local(
     # Cores share the KV heads if the batch is no multiple of the cores.
     parts = cores() if sinks is None and b % cores() and s.kv_heads % cores() == 0 else 1
     # Each part of the KV heads is a sequence (or page) of its own.
-    folded, keys_apart, values_apart, new = jax.tree.map(
-        lambda x: x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:]), (folded, keys, values, new)
+    folded, apart, new = jax.tree.map(
+        lambda x: x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:]), (folded, caches, new)
     )
     page_table, lengths, bits, first = jax.tree.map(
         lambda x: jnp.repeat(x, parts, axis=0), (page_table, lengths, bits, first)
     )
     table = None if page_table is None else page_table * parts + jnp.arange(b * parts)[:, None] % parts
     of_parts = dataclasses.replace(s, batch=b * parts, kv_heads=s.kv_heads // parts)
-    operands = folded, keys_apart, values_apart, table, lengths, bits, first, sinks, new
-    attended, *caches = attend(of_parts, scale, *operands, interpret=interpret)
+    operands = folded, jax.tree.leaves(apart), table, lengths, bits, first, sinks, jax.tree.leaves(new)
+    attended, *kept = attend(of_parts, scale, *operands, interpret=interpret)
     attended = attended.reshape(b, s.kv_heads, -1, s.group, s.tile, d).transpose(0, 2, 4, 1, 3, 5)
-    keys, values = (cache.reshape(before.shape) for cache, before in zip(caches, (keys, values), strict=True))
+    keys, values = jax.tree.unflatten(jax.tree.structure(caches), [cache.reshape(keys.shape) for cache in kept])
     attended = attended.reshape(b, s.nodes, s.kv_heads, s.group, d)[:, :t, :, :group]
     return attended.reshape(queries.shape), keys, values
 

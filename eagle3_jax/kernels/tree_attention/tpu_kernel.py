@@ -39,58 +39,57 @@ def attend(
     shape: Shape,
     scale: float,
     queries: Float[Array, "b k r d"],
-    keys: Array,
-    values: Array,
+    caches: Sequence[Array],
     table: Int[Array, "b pages"] | None,
     lengths: Int[Array, " b"],
     bits: Int[Array, "b t w"] | None = None,
     first: Int[Array, "b t"] | None = None,
     sinks: Float[Array, "k g"] | None = None,
-    new: tuple[Array, Array] | None = None,
+    new: Sequence[Array] = (),
     *,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "b k r d"], Array, Array]:
+) -> tuple[Array, ...]:
     """Computes softmax(q k^T * scale) v; a row is a (tile, query head of the group, node of the tile).
 
     The cores of a device share the sequences.
 
     Args:
-        keys, values: [pages, k, page_size, d] with a table, else [b, k, slots, d]; any type that converts to queries'.
+        caches: keys and values, or keys that are the values too: [pages, k, page_size, d] with a table, else [b, k,
+            slots, d]; any type that converts to queries'.
         table: the page of each page_size slots; None is contiguous.
         bits: int32 words; bit i is set if the node sees tail slot i. None is causal: node i sees slots 0..i of the
             tail.
         first: the lowest slot that a node sees; None is 0.
         sinks: a base-2 logit per query head that joins the softmax and has no value.
-        new: keys and values to write, each [b, k, shape.new_rows(dtype), d] in the cache's dtype.
+        new: entries to write to each of the caches, [b, k, shape.new_rows(dtype), d] in the cache's dtype.
 
     Returns:
-        Attended rows, and keys and values with the new entries; donated caches are written in place.
+        Attended rows [b, k, r, d], and the caches with the new entries; donated caches are written in place.
     """
-    s = shape
-    known = scalars(s, table, lengths, first, len(keys))
+    s, dtype = shape, caches[0].dtype
+    known = scalars(s, table, lengths, first, len(caches[0]))
     tile = pl.BlockSpec((1, s.kv_heads, s.rows, s.head_dim), lambda b, q: (b, 0, q, 0))
     words, lowest = (pl.BlockSpec((1, s.tile, width), lambda b, q: (b, q, 0)) for width in (s.words, 1))
-    entries = pl.BlockSpec((1, s.kv_heads, s.new_rows(keys.dtype), s.head_dim), lambda b, q: (b, 0, 0, 0))
+    entries = pl.BlockSpec((1, s.kv_heads, s.new_rows(dtype), s.head_dim), lambda b, q: (b, 0, 0, 0))
     # Operands that go through Pallas' pipeline, a block at a time.
     streamed = {"queries": (tile, queries)}
     if bits is not None:
         streamed["bits"] = words, bits
     if first is not None:
         streamed["first"] = lowest, first[..., None]
-    if new is not None:
-        streamed |= {"new_keys": (entries, new[0]), "new_values": (entries, new[1])}
+    if s.written:
+        streamed |= {f"new {i}": (entries, x) for i, x in enumerate(new)}
     specs = {name: spec for name, (spec, _) in streamed.items()}
     operands = {name: operand for name, (_, operand) in streamed.items()}
     if sinks is not None:
         sinks = jnp.repeat(sinks, s.tile, axis=1)[..., None]
-    buffers, writing = Pages.scratch(s, keys.dtype), NewEntries.scratch(s, keys.dtype) if s.written else []
+    buffers, writing = Pages.scratch(s, dtype), NewEntries.scratch(s, dtype) if s.written else []
 
-    def kernel(
-        known: Scalars, inputs: Mapping[str, Any], sinks: Any, _: Any, out: Any, keys: Any, values: Any, *scratch: Any
-    ) -> None:
+    def kernel(known: Scalars, inputs: Mapping[str, Any], sinks: Any, _: Any, out: Any, *refs: Any) -> None:
+        caches, scratch = refs[: s.caches], refs[s.caches :]
         *buffered, arrived = scratch[: len(buffers)]
         softmax = _Softmax(s, sinks, *scratch[len(buffers) + len(writing) :])
-        pages = Pages(s, known, (keys, values), tuple(buffered), arrived)
+        pages = Pages(s, known, caches, tuple(buffered), arrived)
         entries = None
         if writing:
             *held, sent = scratch[len(buffers) : len(buffers) + len(writing)]
@@ -105,7 +104,7 @@ def attend(
             blocks = dict(zip(specs, given, strict=True))
             number = pl.program_id(0) * s.tiles + pl.program_id(1)
             if entries is not None:
-                entries.hold(blocks["new_keys"], blocks["new_values"])
+                entries.hold([blocks[f"new {i}"] for i in range(s.caches)])
             tile = _Tile(number, blocks["queries"], blocks.get("bits"), blocks.get("first"), out)
             _attend_tile(s, scale, pages, entries, softmax, tile, begin + share)
 
@@ -119,14 +118,14 @@ def attend(
         )(*(inputs[name] for name in specs), out)
 
     anywhere, hbm, vmem = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.HBM, pltpu.VMEM))
-    arguments = known, operands, sinks, (keys, values)
+    arguments = known, operands, sinks, tuple(caches)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,  # `known`
             grid=(math.gcd(s.batch, cores()),),
-            in_specs=[dict.fromkeys(operands, anywhere), None if sinks is None else vmem, (hbm, hbm)],
-            out_specs=[anywhere, hbm, hbm],
+            in_specs=[dict.fromkeys(operands, anywhere), None if sinks is None else vmem, (hbm,) * s.caches],
+            out_specs=[anywhere, *[hbm] * s.caches],
             scratch_shapes=[
                 *buffers,
                 *writing,
@@ -137,9 +136,9 @@ def attend(
         # The caches stay in HBM: XLA would copy small ones to VMEM and back.
         out_shape=[
             jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-            *(pltpu.HBM(cache.shape, cache.dtype) for cache in (keys, values)),
+            *(pltpu.HBM(cache.shape, cache.dtype) for cache in caches),
         ],
-        input_output_aliases={len(jax.tree.leaves(arguments[:3])) + i: 1 + i for i in range(2)},
+        input_output_aliases={len(jax.tree.leaves(arguments[:3])) + i: 1 + i for i in range(s.caches)},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=VMEM_LIMIT,
@@ -215,7 +214,7 @@ def _attend_block(
     s: Shape, scale: float, pages: Pages, softmax: _Softmax, tile: _Tile, block: Any, *, masked: bool
 ) -> None:
     """Attends to one block of keys. The last block of a tile has masks, and writes the tile's results."""
-    keys, values = pages.buffers
+    keys, values = pages.buffers[0], pages.buffers[-1]
     buffer, length, end = pages.buffer(tile.number, block), pages.length(tile.number), pages.end(tile.number)
     start = block * s.block
 

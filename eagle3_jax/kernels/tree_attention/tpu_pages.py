@@ -56,21 +56,22 @@ class Pages:
     the number of blocks before it; prefetch, wait and write all use it.
 
     Attributes:
-        caches: keys and values in HBM, [pages, k, page_size, d], or contiguous [b, k, slots, d].
-        buffers: [2, k, block, d] in VMEM, for keys and for values.
-        arrived: DMA semaphores [keys or values, buffer].
+        caches: `Shape.caches` of them in HBM, [pages, k, page_size, d], or contiguous [b, k, slots, d].
+        buffers: [2, k, block, d] in VMEM, for each cache.
+        arrived: DMA semaphores [cache, buffer].
     """
 
     shape: Shape
     scalars: Scalars
-    caches: tuple[Any, Any]
-    buffers: tuple[Any, Any]
+    caches: tuple[Any, ...]
+    buffers: tuple[Any, ...]
     arrived: Any
 
     @staticmethod
     def scratch(s: Shape, dtype: Any) -> list[Any]:
-        """Returns the shapes of both buffers and of the semaphores."""
-        return [*[pltpu.VMEM((2, s.kv_heads, s.block, s.head_dim), dtype)] * 2, pltpu.SemaphoreType.DMA((2, 2))]
+        """Returns the shapes of the buffers and of the semaphores."""
+        block = pltpu.VMEM((2, s.kv_heads, s.block, s.head_dim), dtype)
+        return [*[block] * s.caches, pltpu.SemaphoreType.DMA((s.caches, 2))]
 
     def length(self, tile: Any) -> Any:
         """Returns the committed tokens of the tile's sequence."""
@@ -112,7 +113,7 @@ class Pages:
             @pl.when(i < used)
             def _(i: int = i) -> None:
                 row, slot = self.at(tile, block * s.step + i)
-                for n in range(2):
+                for n in range(s.caches):
                     there = self.caches[n].at[row, :, pl.ds(slot, s.page_size)]
                     here = self.buffers[n].at[buffer, :, pl.ds(i * s.page_size, s.page_size)]
                     act(pltpu.make_async_copy(there, here, self.arrived.at[n, buffer]))

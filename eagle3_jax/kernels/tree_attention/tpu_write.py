@@ -7,7 +7,7 @@ in VMEM anyway, to be attended. The new rows are merged there, and the touched t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,25 +26,25 @@ class NewEntries:
     """The new keys and values of a sequence.
 
     Attributes:
-        held: uint32 words of keys and of values, [parts * k, words, lanes]. An arbitrary tile stands before and behind
+        held: uint32 words for each cache, [parts * k, words, lanes]. An arbitrary tile stands before and behind
             them, so that `rows_at` may read a tile from any row on.
         sent: DMA semaphore.
     """
 
     pages: Pages
-    held: tuple[Any, Any]
+    held: tuple[Any, ...]
     sent: Any
 
     @staticmethod
     def scratch(s: Shape, dtype: Any) -> list[Any]:
-        """Returns the shapes of both arrays of words and of the semaphore."""
+        """Returns the shapes of the arrays of words and of the semaphore."""
         words = s.new_rows(dtype) // tile_rows(dtype) * SUBLANES
         held = (s.parts * s.kv_heads, words + 2 * SUBLANES, min(s.head_dim, LANES))
-        return [*[pltpu.VMEM(held, jnp.uint32)] * 2, pltpu.SemaphoreType.DMA]
+        return [*[pltpu.VMEM(held, jnp.uint32)] * s.caches, pltpu.SemaphoreType.DMA]
 
-    def hold(self, keys: Any, values: Any) -> None:
-        """Stores a sequence's new entries, [1, k, rows, d] each."""
-        for given, held in zip((keys, values), self.held, strict=True):
+    def hold(self, new: Sequence[Any]) -> None:
+        """Stores a sequence's new entries for each cache, [1, k, rows, d]."""
+        for given, held in zip(new, self.held, strict=True):
             for part, head, lanes in self._registers():
                 words = pltpu.bitcast(given[0, head, :, lanes], jnp.uint32)
                 held[part * self.pages.shape.kv_heads + head, pl.ds(SUBLANES, len(words)), : lanes.size] = words
@@ -84,7 +84,7 @@ class NewEntries:
         return [(part, head, pl.ds(at, width)) for part, at, width in parts for head in range(s.kv_heads)]
 
     def _copies(self, tile: Any, block: Any, row: Any) -> list[Any]:
-        """Returns the copies, of keys and of values, of the tile that begins at the block's row `row`."""
+        """Returns the copies, for each cache, of the tile that begins at the block's row `row`."""
         pages, s = self.pages, self.pages.shape
         buffer, height = pages.buffer(tile, block), tile_rows(pages.buffers[0].dtype)
         there, slot = pages.at(tile, block * s.step + row // s.page_size)

@@ -16,9 +16,9 @@ class Operands(NamedTuple):
 
     queries: Float[Array, "b t n d"]
     new_keys: Array
-    new_values: Array
+    new_values: Array | None
     keys: Array
-    values: Array
+    values: Array | None
     lengths: Int[Array, " b"]
     tail_mask: Bool[Array, "b t m"] | None
     page_table: Int[Array, "b pages"] | None
@@ -26,20 +26,22 @@ class Operands(NamedTuple):
     sinks: Float[Array, " n"] | None
 
 
-def attend_xla(o: Operands) -> tuple[Float[Array, "b t n d"], Array, Array]:
+def attend_xla(o: Operands) -> tuple[Float[Array, "b t n d"], Array, Array | None]:
     """See `tree_attention`."""
     end = o.lengths + (o.queries.shape[1] if o.tail_mask is None else o.tail_mask.shape[-1])
     at, table = end - o.queries.shape[1], o.page_table
-    keys, values = write(o.keys, o.new_keys, at, table), write(o.values, o.new_values, at, table)
-    if table is None:
-        return _attended(o, keys, values), keys, values
-    return _attended(o, _gathered(keys, table, end), _gathered(values, table, end)), keys, values
+    new, caches = (o.new_keys, o.new_values), (o.keys, o.values)
+    keys, values = jax.tree.map(lambda cache, x: write(cache, x, at, table), caches, new)
+    seen = gathered(keys, table, end)
+    return _attended(o, seen, seen if values is None else gathered(values, table, end)), keys, values
 
 
-def _gathered(
-    pages: Num[Array, "p k s d"], page_table: Int[Array, "b n"], written: Int[Array, " b"]
+def gathered(
+    pages: Num[Array, "p k s d"], page_table: Int[Array, "b n"] | None, written: Int[Array, " b"]
 ) -> Num[Array, "b k slots d"]:
-    """Gathers each sequence's pages in a row, zeros where nothing was written."""
+    """Gathers each sequence's pages in a row, zeros where nothing was written; without a table they are rows."""
+    if page_table is None:
+        return pages
     found = jnp.take(pages, page_table, axis=0, mode="clip")  # [b, n, k, s, d]
     b, n, k, s, d = found.shape
     row = found.swapaxes(1, 2).reshape(b, k, n * s, d)

@@ -16,13 +16,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.linear.api import linear
-from eagle3_jax.models.cache import Pass
+from eagle3_jax.models.cache import Cache, Pass
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
 from eagle3_jax.models.families import deepseek_v3, dense, glm4_moe, qwen2, qwen3_5
 from eagle3_jax.models.families.gemma3 import offset_norm
 from eagle3_jax.models.layers import at_row, normal, ones, rms_norm, zeros
-from eagle3_jax.models.target import rotary
+from eagle3_jax.models.target import layer_pages, rotary
 from eagle3_jax.models.target_config import ModelConfig, final_boundary
 
 
@@ -69,6 +69,11 @@ class MtpHead(Head):
             "fc": kernel(fc, h, 2 * h),
             "norm": plain(norm, h),
         }
+
+    def empty_pages(self, pages: int, page_size: int) -> Cache:
+        """See `Head`; the layer's cache is of the kind of the target's."""
+        model = self.config.model
+        return Cache((layer_pages(model, model.num_hidden_layers, pages, page_size, self.dtype),))
 
     def normed(self, x: Float[Array, "b t h"], weight: nnx.Param) -> Float[Array, "b t h"]:
         return rms_norm(x, weight[...], self.config.model.rms_norm_eps)

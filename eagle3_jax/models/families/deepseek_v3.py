@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: multi-head latent attention (MLA), grouped experts and shared ones.
 
-The cache holds, as one KV head, a token's latent and its rotated key, which all heads share. A head's keys and values
-are projections of the latent. Queries are therefore projected into the latent's space, and attended latents out of it
+The cache holds one row for a token, its latent and its rotated key, which all heads share. A head's keys and values are
+projections of the latent. Queries are therefore projected into the latent's space, and attended latents out of it
 ("absorbed", DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2). The MTP layers of its checkpoints are in
 `drafts.mtp`. Checkpoints hold weights in FP8 (one factor per 128 x 128) or unquantised.
 """
@@ -219,9 +219,7 @@ class LatentAttention(nnx.Module):
         q = jnp.concatenate([within, self.turned(q[..., self.plain_dim :], rope).astype(jnp.float32)], axis=-1)
         latent = rms_norm(shared[..., :rank], self.kv_norm[...], _LATENT_EPS)
         key = jnp.concatenate([latent, self.turned(shared[..., rank:], rope)], axis=-1)
-        # Padded to the key's width: cached keys and values are equally wide.
-        value = jnp.pad(latent, (*((0, 0),) * 3, (0, key.shape[-1] - rank)))
-        attended = attend((q * self.scale).astype(x.dtype), key, value)[..., :rank]
+        attended = attend((q * self.scale).astype(x.dtype), key)[..., :rank]
         attended = contract("btnr,nvr->btnv", attended, up[:, self.plain_dim :]).astype(x.dtype)
         return linear(attended.reshape(*x.shape[:2], -1), self.o[...])
 

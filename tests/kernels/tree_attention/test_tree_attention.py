@@ -313,6 +313,29 @@ def test_entries_are_appended_without_attention(tokens, mode):
     np.testing.assert_array_equal(written, np.asarray(new_k)[0].swapaxes(0, 1))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "cpu", pytest.param("pallas", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("nodes, extra", [(5, 0), (5, 2), (1, 0)])
+def test_keys_that_are_the_values_are_one_cache(implementation, paged, nodes, extra):
+    """It says what two equal caches say, to the bit, and holds what each of them holds."""
+    rng, slots, d = np.random.default_rng(1), 128, 192
+    keys = jnp.asarray(rng.normal(size=(6, 1, 64, d) if paged else (2, 1, slots, d)), jnp.float32)
+    table = jnp.asarray([[3, 1], [5, 0]], jnp.int32) if paged else None
+    new = jnp.asarray(rng.normal(size=(2, nodes, 1, d)), jnp.float32)
+    queries, lengths = jnp.asarray(rng.normal(size=(2, nodes, 3, d)), jnp.float32), jnp.asarray([60, 17])
+    mask = jnp.asarray(np.tril(np.ones((2, nodes, nodes + extra), bool), extra)) if extra else None
+    given = {"page_table": table, "implementation": implementation, "interpret": implementation == "pallas"}
+    expected, own, _ = tree_attention(queries, new, new, keys, keys, lengths, mask, **given)
+    got, kept, nothing = tree_attention(queries, new, None, keys, None, lengths, mask, **given)
+    assert nothing is None
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(kept, own)
+    if implementation != "cpu":
+        written, nothing = append(new, None, keys, None, lengths + extra, **given)
+        assert nothing is None
+        np.testing.assert_array_equal(written, own)
+
+
 @pytest.mark.slow
 # 3 sequences do not divide over the data axis.
 @pytest.mark.parametrize("batch", [pytest.param(4, marks=pytest.mark.long), 3])
