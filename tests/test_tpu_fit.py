@@ -152,6 +152,7 @@ def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypa
         ("llama2_7b_eagle2", "llama2_7b", "configs/heads/llama2_7b_eagle2", "Eagle2Head"),
         ("mimo_7b", "mimo_7b", "mtp", "MimoMtp"),
         ("mimo_7b", "deepseek_v3", "mtp", "DeepseekMtp"),
+        ("mimo_7b", "glm_5", "mtp", "DeepseekV32Mtp"),
         ("mimo_7b", "mimo_7b", None, "DraftHead"),
         ("qwen3_8b_dflash", "qwen3_8b", None, "DFlash"),
         ("llama31_8b_dspark", "llama31_8b", None, "DSpark"),

@@ -58,6 +58,13 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "first_k_dense_replace": 1,
     },
+    "DeepseekV32ForCausalLM": {"index_topk": 6, "index_n_heads": 8, "index_head_dim": 12},
+    "GlmMoeDsaForCausalLM": {
+        "index_topk": 6,
+        "index_n_heads": 8,
+        "index_head_dim": 12,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "Lfm2ForCausalLM": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "Lfm2MoeForCausalLM": {
         "full_attn_idxs": [1],
@@ -95,6 +102,8 @@ OWN: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 4, "sliding_window": 7},
     "HunYuanDenseV1ForCausalLM": {"rope_scaling": {"type": "dynamic", "alpha": 1000.0}},
 }
+for architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
+    OWN[architecture] = OWN["DeepseekV3ForCausalLM"] | OWN[architecture]
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "linear_num_key_heads": 2,

@@ -69,11 +69,14 @@ SINCE = {
 # - From Mistral on, 0.5.23 and 0.32.0 alone were read. SGLang's Mistral, Ministral 3 and Phi-3 are its Llama;
 #   granitemoehybrid.py cannot be asked to capture. vLLM's Mistral, Ministral 3, Phi-3 and ERNIE 4.5 are its Llama;
 #   granite.py captures, and so does its base for models of transformers, which runs the five others.
+# - DeepSeek-V3.2 and GLM-5, in the same two: SGLang's are its DeepSeek-V3; vLLM's models/deepseek_v32/nvidia/model.py
+#   captures nothing after the last block, and amd/model.py adds a residual that block 0 lacks.
 # - EAGLE captures in its own Llama and Qwen 3 alone, sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py.
 #   Models that tpu-inference leaves to vLLM's classes were not tried.
 BY_TARGET = {
     "aux layer 0 of DeepSeek": (FAILS, FAILS, SILENT),
     "aux layer n of DeepSeek": (FAILS, "0.32.0", SILENT),
+    "aux layer n of DeepSeek-V3.2": (FAILS, FAILS, SILENT),
     "Qwen2ForCausalLM": ("0.5.2", "0.21.0", FAILS),
     "Qwen3ForCausalLM": ("0.4.9", "0.21.0", "cb7e084"),
     "Qwen3MoeForCausalLM": ("0.4.9", "0.21.0", FAILS),
@@ -82,6 +85,8 @@ BY_TARGET = {
     "Llama4ForCausalLM": ("0.4.9", "0.21.0", FAILS),
     "GptOssForCausalLM": ("0.5.2", "0.21.0", FAILS),
     "DeepseekV3ForCausalLM": ("0.5.11", "0.21.0", FAILS),
+    "DeepseekV32ForCausalLM": ("0.5.23", "0.32.0", FAILS),
+    "GlmMoeDsaForCausalLM": ("0.5.23", "0.32.0", FAILS),
     "Lfm2ForCausalLM": (FAILS, FAILS, FAILS),
     "Lfm2MoeForCausalLM": (FAILS, FAILS, FAILS),
     "Qwen3_5ForCausalLM": ("0.5.23", "0.32.0", FAILS),
@@ -117,7 +122,8 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
     """Yields the rows that apply to a head in a form, each with its reason, see `Engines`."""
     c, last = head.config, head.target_layers or "n"
     architectures: list[str] = [TEXT_OF.get(x, x) for x in map(str, (head.verifier or {}).get("architectures") or ())]
-    deepseek = any(name.startswith("Deepseek") for name in architectures)
+    indexed = bool({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"} & {*architectures})
+    deepseek = indexed or any(name.startswith("Deepseek") for name in architectures)
     yield "EAGLE-3", ""
     for name in architectures:
         if name in BY_TARGET:
@@ -140,7 +146,8 @@ def used(head: StoredHead, form: str) -> Iterator[tuple[str, str]]:
         first = "neither SGLang nor vLLM captures 0 (the embeddings) of DeepSeek"
         yield "aux layer 0 of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries from 1: {first}"
     if deepseek and last in (c.aux_layers or ()):
-        yield "aux layer n of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries below {last}"
+        row = "aux layer n of DeepSeek" + "-V3.2" * indexed
+        yield row, f"target.aux_layers: got {c.aux_layers}, expected boundaries below {last}"
     for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "qk_norm"):
         if getattr(c, flag):
             yield f"`{flag}`", f"{flag}: got True, expected False"

@@ -153,7 +153,10 @@ BLOCKS: Final[Mapping[str, Column]] = {
         "`head_dim` not 64 or a multiple of 128": (_CPP, "dflash.cpp:load_arch_tensors"),
     },
 }
-MTP_ROWS = ("MTP of MiMo", "MTP of DeepSeek-V3", "MTP of GLM-4.5", "MTP of Qwen 3.5, Qwen3-Next")
+MTP_ROWS = (
+    *("MTP of MiMo", "MTP of DeepSeek-V3", "MTP of GLM-4.5", "MTP of DeepSeek-V3.2", "MTP of GLM-5"),
+    "MTP of Qwen 3.5, Qwen3-Next",
+)
 MTP: Final[Mapping[str, Column]] = {
     TPU_INFERENCE: _all(MTP_ROWS, FAILS, "spec_decode/jax/eagle3.py:330"),
     SGLANG_JAX: {

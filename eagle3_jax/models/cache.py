@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.kernels.cache.api import commit
 from eagle3_jax.kernels.gated_delta.solve import Tokens
 from eagle3_jax.kernels.tree_attention.api import append, tree_attention
+from eagle3_jax.kernels.tree_attention.chosen import Index, attend_chosen, best_slots
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows
 
 
@@ -69,20 +70,25 @@ class KVCache:
     """Keys and values of one layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim].
 
     On a TPU a row may hold several heads (`kernels/tree_attention/packed_heads.py`). Without values the keys are
-    latents, of which the layer makes both.
+    latents, of which the layer makes both; `index` then has the keys of an indexer, if the layer has one.
     """
 
     keys: Array
     values: Array | None = None
+    index: Array | None = None
 
     @classmethod
     def pages(
-        cls, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any, *, latent: bool = False
+        cls, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any, latent: bool = False, index: int = 0
     ) -> KVCache:
-        """Allocates free pages, for the current mesh; `latent` ones without values."""
-        rows, width = cache_rows(kv_heads, head_dim)
-        shape = pages, rows, page_size, width
-        return cls(jnp.zeros(shape, dtype), None if latent else jnp.zeros(shape, dtype))
+        """Allocates free pages, for the current mesh; `latent` ones without values; `index`: width of its keys."""
+
+        def free(heads: int, width: int) -> Array:
+            rows, width = cache_rows(heads, width)
+            return jnp.zeros((pages, rows, page_size, width), dtype)
+
+        values, own = None if latent else free(kv_heads, head_dim), free(1, index) if index else None
+        return cls(free(kv_heads, head_dim), values, own)
 
     def append_and_attend(
         self,
@@ -92,8 +98,15 @@ class KVCache:
         this: Pass,
         first: Int[Array, "b t"] | None = None,
         sinks: Float[Array, " n"] | None = None,
+        chosen: Int[Array, "b t c"] | None = None,
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
-        """Writes t new entries at the tail's end, and attends from them; `first` and `sinks`: see `tree_attention`."""
+        """Writes t new entries at the tail's end, and attends from them; `first` and `sinks`: see `tree_attention`.
+
+        Of latents each token may see those slots alone that `choose` returned.
+        """
+        if chosen is not None:
+            written = self._written(self.keys, keys, this)
+            return attend_chosen(queries, written, chosen, this.pages), dataclasses.replace(self, keys=written)
         attended, keys, values = tree_attention(
             queries,
             keys,
@@ -107,7 +120,18 @@ class KVCache:
             first=first,
             sinks=sinks,
         )
-        return attended, KVCache(keys, values)
+        return attended, dataclasses.replace(self, keys=keys, values=values)
+
+    def choose(self, new: Index, this: Pass, count: int) -> tuple[Int[Array, "b t c"] | None, KVCache]:
+        """Writes the indexer's t new keys, and chooses `count` slots for each token; None: there are no more."""
+        index = self._written(self.index, new.keys, this)
+        own, seen = dataclasses.replace(self, index=index), (this.lengths, this.tail_mask, this.pages, this.starts)
+        slots = index.shape[2] * (1 if this.pages is None else this.pages.shape[1])
+        return None if slots <= count else best_slots(new, index, *seen, count), own
+
+    def _written(self, cache: Any, new: Array, this: Pass) -> Array:
+        at = this.lengths if this.tail_mask is None else this.lengths + this.tail_mask.shape[-1] - new.shape[1]
+        return append(new, None, cache, None, at, page_table=this.pages, continued=this.continued)[0]
 
     def append(self, keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], this: Pass) -> KVCache:
         """Writes t new entries behind `lengths`, without attention."""
@@ -186,7 +210,8 @@ class LayerPass:
 
     Attributes:
         cache: the layer's own, with the new entries once the layer has used it.
-        entries: the new keys and values, once the layer has attended; before, those of the layer whose cache it reads.
+        entries: the new keys and values, once the layer has attended, or what its indexer chose; before, those of the
+            layer that it reads.
     """
 
     def __init__(self, this: Pass, cache: LayerCache, entries: Any = None) -> None:
@@ -201,10 +226,11 @@ class LayerPass:
         window: int | None = None,
         chunk: int | None = None,
         sinks: Float[Array, " n"] | None = None,
+        chosen: Int[Array, "b t c"] | None = None,
     ) -> Float[Array, "b t n d"]:
         """Writes the layer's cache, and attends; `sinks`: see `tree_attention`. Latents have no values.
 
-        A token sees the last `window` positions, or its own chunk of `chunk` positions.
+        A token sees the last `window` positions, or its own chunk of `chunk` positions, or of latents those `chosen`.
         """
         this = self._this
         first, begin = this.starts, 0 if this.starts is None else this.starts
@@ -214,9 +240,15 @@ class LayerPass:
             first = begin + this.positions // chunk * chunk
         if this.tail_mask is not None and this.tail_positions is not None and first is not None:
             this = dataclasses.replace(this, tail_mask=this.tail_mask & (this.tail_positions >= first[:, :, None]))
-        self.entries = keys, values
-        attended, self.cache = self.cache.append_and_attend(queries, keys, values, this, first, sinks)
+        if values is not None:
+            self.entries = keys, values
+        given = queries, keys, values, this, first, sinks, chosen
+        attended, self.cache = self.cache.append_and_attend(*given)
         return attended
+
+    def choose(self, new: Index, count: int) -> None:
+        """See `KVCache.choose`; the choice is then `entries`."""
+        self.entries, self.cache = self.cache.choose(new, self._this, count)
 
     def convolve(self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"]) -> Float[Array, "b t c"]:
         """See `ConvolutionCache.convolve` in `models/recurrent.py`."""

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Num
 from eagle3_jax.kernels.gated_delta import api as gated_delta
 from eagle3_jax.kernels.gated_delta.solve import Tokens
 from eagle3_jax.kernels.tree_attention.api import tree_attention
+from eagle3_jax.kernels.tree_attention.chosen import Index, attend_chosen, best_slots
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows, pack_heads
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.recurrent import convolved
@@ -35,21 +36,36 @@ class SplitRows:
         this: Pass,
         first: Int[Array, "b t"] | None = None,
         sinks: Float[Array, " n"] | None = None,
+        chosen: Int[Array, "b t c"] | None = None,
     ) -> tuple[Float[Array, "b t n d"], SplitRows]:
         """Attends from each piece to its row up to the query: the tokens before the piece are its committed ones.
 
-        `this` is of an empty cache and new tokens in order. `first`, `sinks`: see `tree_attention`.
+        `this` is of an empty cache and new tokens in order. `first`, `sinks`: see `tree_attention`;
+        `chosen`: see `choose`.
         """
-        given = {name: x for name, x in (("first", first), ("sinks", sinks)) if x is not None}
+        given = {"first": first, "sinks": sinks, "chosen": chosen}
+        given = {name: x for name, x in given.items() if x is not None}
 
         def local(queries: Array, keys: Array, values: Array | None, given: dict[str, Any]) -> Array:
-            before = jnp.broadcast_to(self.split.begin(queries.shape[1]), queries.shape[:1])
             row_keys, row_values = (x if x is None else _slots(self.split.gathered(x)) for x in (keys, values))
+            if chosen is not None:
+                return attend_chosen(queries, row_keys, given["chosen"], None)
+            before = jnp.broadcast_to(self.split.begin(queries.shape[1]), queries.shape[:1])
             return tree_attention(queries, keys, values, row_keys, row_values, before, **given)[0]
 
         pieces = P("data")
         specs = pieces, pieces, pieces, {name: P() if name == "sinks" else pieces for name in given}
         return _over_pieces(local, (queries, keys, values, given), specs), self
+
+    def choose(self, new: Index, this: Pass, count: int) -> tuple[Int[Array, "b t c"] | None, SplitRows]:
+        """See `KVCache.choose`; slots are those of whole rows."""
+
+        def local(new: Index, starts: Array | None) -> Array:
+            before = jnp.broadcast_to(self.split.begin(new.keys.shape[1]), new.keys.shape[:1])
+            return best_slots(new, _slots(self.split.gathered(new.keys)), before, None, None, starts, count)
+
+        few = new.keys.shape[1] * self.split.pieces <= count
+        return None if few else _over_pieces(local, (new, this.starts), P("data")), self
 
     def convolve(
         self, inputs: Float[Array, "b t c"], kernel: Float[Array, "w c"], this: Pass

@@ -68,7 +68,8 @@ class TargetModel(nnx.Module):
             own = cache.layers[layer]
             place = own.layer if isinstance(own, BorrowedCache) else layer
             given = rope if beside is None else (rope, beside[layer])
-            x, own, entries[place] = _decoder_layer(block, x, given, this, cache.layers[place], entries.get(place))
+            left = entries.get(c.chooser(place))
+            x, own, entries[place] = _decoder_layer(block, x, given, this, cache.layers[place], left)
             cache = cache.with_layer(place, own)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
@@ -132,9 +133,10 @@ class TargetModel(nnx.Module):
 
 
 def layer_pages(config: ModelConfig, layer: int, pages: int, page_size: int, dtype: Any) -> KVCache:
-    """Allocates free pages of one layer's keys and values, or latents."""
+    """Allocates free pages of one layer's keys and values, or latents and its indexer's keys."""
     c = config
-    return KVCache.pages(pages, c.num_key_value_heads, page_size, c.head_dim, dtype, latent=c.latent_cache)
+    kinds = {"latent": c.latent_cache, "index": c.index_width(layer)}
+    return KVCache.pages(pages, c.num_key_value_heads, page_size, c.head_dim, dtype, **kinds)
 
 
 def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:

@@ -102,6 +102,14 @@ class ModelConfig:
         """Dimensions of a head that RoPE rotates."""
         return self.head_dim
 
+    def chooser(self, layer: int) -> int:
+        """Returns the layer whose indexer chooses what a layer attends to; the layer itself where there is none."""
+        return layer
+
+    def index_width(self, layer: int) -> int:
+        """Returns the width of the keys that a layer's own indexer caches; 0 is none."""
+        return 0
+
     def to_hf(self) -> dict[str, Any]:
         """Writes what `from_hf` reads, in both of transformers' spellings; without aux layers."""
         same = [field.name for field in dataclasses.fields(self) if field.name not in _SPELT_OTHERWISE]

@@ -76,6 +76,32 @@ def deepseek(layers: int, dense: int, seed: int):
     return noisy(transformers.DeepseekV3ForCausalLM(config))
 
 
+def deepseek_v32_model(layers: int, dense: int, seed: int, architecture: str = "DeepseekV32ForCausalLM"):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = dict(q_lora_rank=12, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    sizes |= dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=20)
+    family = getattr(transformers, architecture)
+    config = family.config_class(
+        **SIZES | sizes,
+        num_hidden_layers=layers,
+        num_key_value_heads=4,
+        first_k_dense_replace=dense,
+        index_topk=3,
+        index_n_heads=12,
+        index_head_dim=12,
+        eos_token_id=None,
+    )
+    config.num_nextn_predict_layers = 1
+    return noisy(family(config))
+
+
+def glm5(layers: int, dense: int, seed: int):
+    return deepseek_v32_model(layers, dense, seed, "GlmMoeDsaForCausalLM")
+
+
 def glm(layers: int, dense: int, seed: int):
     torch = pytest.importorskip("torch")
     import transformers
@@ -176,6 +202,16 @@ def glm4_moe(tmp_path) -> Target:
     return with_layer(tmp_path, glm)
 
 
+@pytest.fixture
+def deepseek_v32(tmp_path) -> Target:
+    return with_layer(tmp_path, deepseek_v32_model)
+
+
+@pytest.fixture
+def glm_moe_dsa(tmp_path) -> Target:
+    return with_layer(tmp_path, glm5)
+
+
 def with_layer(tmp_path: pathlib.Path, family: Any) -> Target:
     family(3, 1, 0).save_pretrained(tmp_path)
     family(1, 0, 1).save_pretrained(tmp_path / "other")
@@ -216,10 +252,12 @@ def qwen3_next(tmp_path) -> Target:
     return delta(tmp_path, "Qwen3NextForCausalLM")[0]
 
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("deepseek_v3", "glm4_moe", "qwen3_next")]
+LONG = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("deepseek_v3", "glm4_moe", "deepseek_v32", "qwen3_next")
+]
 
 
-@pytest.fixture(params=["mimo", "qwen3_5", *LONG])
+@pytest.fixture(params=["mimo", "qwen3_5", "glm_moe_dsa", *LONG])
 def target(request) -> Target:
     return request.getfixturevalue(request.param)
 
@@ -295,6 +333,39 @@ def test_qwen_3_5_s_is_transformers_layer_between_its_norms(tmp_path, architectu
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name, family", [("deepseek_v32", deepseek_v32_model), ("glm_moe_dsa", glm5)])
+def test_with_an_indexer_it_is_transformers_layer_between_its_norms(request, name, family):
+    """Two passes, whose later tokens attend to three of those before them; the normed output of the first one recurs.
+
+    transformers' MTP model has no masks for these layers.
+    """
+    torch = pytest.importorskip("torch")
+    target, other = request.getfixturevalue(name), family(1, 0, 1)
+    tensors = load_file(target.folder / "model.safetensors")
+    rng = np.random.default_rng(0)
+    tokens, features = rng.integers(0, VOCABULARY, (1, 9)), rng.normal(size=(1, 7, HIDDEN)).astype(np.float32)
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * tensors[f"model.layers.3.{name}.weight"]
+
+    def expected(features: np.ndarray) -> np.ndarray:
+        embeds = tensors["model.embed_tokens.weight"][tokens[:, : features.shape[1]]]
+        joined = np.concatenate([norm(embeds, "enorm"), norm(features, "hnorm")], axis=-1)
+        with torch.no_grad():
+            entering = torch.tensor(joined @ tensors["model.layers.3.eh_proj.weight"].T)
+            return other.model(inputs_embeds=entering).last_hidden_state.numpy()
+
+    head = MTP.load(None, target, jnp.float32).head
+    embed, none = target.model.embed[...], jnp.zeros(1, jnp.int32)
+    first = Pass(jnp.arange(7)[None], none)
+    states, cache = head.feed(embed, jnp.asarray(tokens[:, :7]), jnp.asarray(features), first, head.empty_cache(1, 16))
+    np.testing.assert_allclose(states, expected(features), atol=1e-4, rtol=1e-4)
+    both, second = np.concatenate([features, states[:, -2:]], axis=1), Pass(jnp.arange(7, 9)[None], none + 7)
+    states, _ = head.feed(embed, jnp.asarray(tokens[:, 7:]), states[:, -2:], second, cache)
+    np.testing.assert_allclose(states, expected(both)[:, 7:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.long), "glm4_moe"])
 def test_deepseek_s_and_glm_s_are_transformers_own(request, name):
     """Its names, its layer and what of its output recurs: two passes of the class that transformers drafts with."""
@@ -351,6 +422,7 @@ PREFIXES = {
     "MiMoForCausalLM": ("model.mtp_layers.0.", "model.mtp_layers.0."),
     "DeepseekV3ForCausalLM": ("model.layers.4.", "model.layers.4."),
     "Glm4MoeForCausalLM": ("model.layers.4.", "model.layers.4."),
+    "GlmMoeDsaForCausalLM": ("model.layers.4.", "model.layers.4."),
     "Qwen3_5ForCausalLM": ("mtp.", "mtp.layers.0."),
     "Qwen3_5MoeForCausalLM": ("mtp.", "mtp.layers.0."),
 }

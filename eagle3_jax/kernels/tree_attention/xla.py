@@ -49,26 +49,30 @@ def gathered(
     return jnp.where(slots < written[:, None, None, None], row, jnp.zeros((), row.dtype))
 
 
-def _attended(o: Operands, keys: Array, values: Array) -> Float[Array, "b t n d"]:
-    queries, tail_mask, first, sinks = o.queries, o.tail_mask, o.first, o.sinks
-    b, t, n, d = queries.shape
-    kv_heads, slots = keys.shape[1], keys.shape[2]
-    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
-    tail = jnp.arange(slots)[None, :] - o.lengths[:, None]  # [b, s], index into the tail
+def visible(t: int, slots: int, lengths: Array, tail_mask: Array | None, first: Array | None) -> Bool[Array, "b t s"]:
+    """Tells which slots each of t queries sees, see `tree_attention`."""
+    tail = jnp.arange(slots)[None, :] - lengths[:, None]  # [b, s], index into the tail
     if tail_mask is None:
-        visible = tail[:, None, :] <= jnp.arange(t)[None, :, None]
+        seen = tail[:, None, :] <= jnp.arange(t)[None, :, None]
     else:
         m = tail_mask.shape[-1]
         inside = jnp.take_along_axis(tail_mask, jnp.clip(tail, 0, m - 1)[:, None, :], axis=-1)
-        visible = (tail < 0)[:, None, :] | (inside & (tail >= 0)[:, None, :] & (tail < m)[:, None, :])
-    if first is not None:
-        visible &= jnp.arange(slots)[None, None, :] >= first[:, :, None]
+        seen = (tail < 0)[:, None, :] | (inside & (tail >= 0)[:, None, :] & (tail < m)[:, None, :])
+    return seen if first is None else seen & (jnp.arange(slots)[None, None, :] >= first[:, :, None])
+
+
+def _attended(o: Operands, keys: Array, values: Array) -> Float[Array, "b t n d"]:
+    queries, sinks = o.queries, o.sinks
+    b, t, n, d = queries.shape
+    kv_heads, slots = keys.shape[1], keys.shape[2]
+    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
+    seen = visible(t, slots, o.lengths, o.tail_mask, o.first)
     rows = queries.reshape(b, t, kv_heads, n // kv_heads, d).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, d)
     scores = jnp.einsum(
         "bkrd,bksd->bkrs", rows, keys, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     scores = scores.reshape(b, kv_heads, -1, t, slots) * d**-0.5
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:

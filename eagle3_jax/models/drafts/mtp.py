@@ -19,7 +19,7 @@ from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.cache import Cache, Pass
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
-from eagle3_jax.models.families import deepseek_v3, dense, glm4_moe, qwen2, qwen3_5
+from eagle3_jax.models.families import deepseek_v3, deepseek_v32, dense, glm4_moe, qwen2, qwen3_5
 from eagle3_jax.models.families.gemma3 import offset_norm
 from eagle3_jax.models.layers import at_row, normal, ones, rms_norm, zeros
 from eagle3_jax.models.target import layer_pages, rotary
@@ -135,6 +135,13 @@ class GlmMtp(DeepseekMtp):
     rotary = staticmethod(dense.ropes)
 
 
+class DeepseekV32Mtp(DeepseekMtp):
+    """DeepSeek-V3.2's and GLM-5's, whose layer has an indexer of its own; in training it attends to all."""
+
+    block_type = deepseek_v32.Block
+    layer_table = staticmethod(deepseek_v32.layer_table)
+
+
 class Qwen35Mtp(MtpHead):
     """Qwen 3.5's and Qwen3-Next's, a layer of full attention; norms multiply by 1 + the stored weight.
 
@@ -164,6 +171,7 @@ HEADS: dict[type[ModelConfig], type[MtpHead]] = {
     qwen2.MimoConfig: MimoMtp,
     deepseek_v3.DeepseekV3Config: DeepseekMtp,
     glm4_moe.Glm4MoeConfig: GlmMtp,
+    **dict.fromkeys((deepseek_v32.DeepseekV32Config, deepseek_v32.GlmMoeDsaConfig), DeepseekV32Mtp),
     **dict.fromkeys((qwen3_5.Qwen35Config, qwen3_5.Qwen35MoeConfig, qwen3_5.Qwen3NextConfig), Qwen35Mtp),
 }
 

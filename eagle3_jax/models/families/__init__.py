@@ -9,6 +9,7 @@ from typing import Any
 from eagle3_jax.models.checkpoint.table import Entry
 from eagle3_jax.models.families import (
     deepseek_v3,
+    deepseek_v32,
     dense,
     dense_configs,
     gemma3,
@@ -48,6 +49,8 @@ FAMILIES = (
     Family(gpt_oss.GptOssConfig, gpt_oss.GptOss, gpt_oss.table),
     Family(llama4.Llama4Config, llama4.Llama4, llama4.table),
     Family(deepseek_v3.DeepseekV3Config, deepseek_v3.DeepseekV3, deepseek_v3.table, deepseek_v3.unused),
+    Family(deepseek_v32.DeepseekV32Config, deepseek_v32.DeepseekV32, deepseek_v32.table, deepseek_v32.unused),
+    Family(deepseek_v32.GlmMoeDsaConfig, deepseek_v32.DeepseekV32, deepseek_v32.table, deepseek_v32.unused),
     Family(lfm2.Lfm2Config, lfm2.Lfm2, lfm2.table),
     Family(lfm2.Lfm2MoeConfig, lfm2.Lfm2, lfm2.table),
     Family(qwen3_5.Qwen35Config, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),

@@ -212,24 +212,30 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
         up, rank = self.kv_up[...], self.rank
-        q, shared = self.queries(x), linear(x, self.kv_down[...])[:, :, None]
+        given = self.query_latent(x)
+        q, shared = self.queries(given), linear(x, self.kv_down[...])[:, :, None]
         # Heads come first: for `btnr` of few rows XLA on CPUs with AVX512_BF16 emits a product that it does not
         # support in bfloat16 ("Unsupported element type for DotThunk"; jax 0.10.1 to 0.12.0.1).
         within = jnp.moveaxis(contract("btnd,ndr->nbtr", q[..., : self.plain_dim], up[:, : self.plain_dim]), 0, 2)
         q = jnp.concatenate([within, self.turned(q[..., self.plain_dim :], rope).astype(jnp.float32)], axis=-1)
         latent = rms_norm(shared[..., :rank], self.kv_norm[...], _LATENT_EPS)
         key = jnp.concatenate([latent, self.turned(shared[..., rank:], rope)], axis=-1)
-        attended = attend((q * self.scale).astype(x.dtype), key)[..., :rank]
+        attended = self.attended(x, given, rope, attend, (q * self.scale).astype(x.dtype), key)[..., :rank]
         attended = contract("btnr,nvr->btnv", attended, up[:, self.plain_dim :]).astype(x.dtype)
         return linear(attended.reshape(*x.shape[:2], -1), self.o[...])
 
-    def queries(self, x: Float[Array, "b t h"]) -> Float[Array, "b t n d"]:
-        if hasattr(self, "q"):
-            q = linear(x, self.q[...])
-        else:
-            q = linear(rms_norm(linear(x, self.q_down[...]), self.q_norm[...], _LATENT_EPS), self.q_up[...])
+    def attended(self, x: Array, latent: Array, rope: Rope, attend: Attend, q: Array, key: Array) -> Array:
+        """Attends to the rows of latents and rotated keys that the tokens see."""
+        return attend(q, key)
+
+    def query_latent(self, x: Float[Array, "b t h"]) -> Float[Array, "b t r"]:
+        """Returns what queries are projected from."""
+        return x if hasattr(self, "q") else rms_norm(linear(x, self.q_down[...]), self.q_norm[...], _LATENT_EPS)
+
+    def queries(self, latent: Float[Array, "b t r"]) -> Float[Array, "b t n d"]:
+        q = linear(latent, (self.q if hasattr(self, "q") else self.q_up)[...])
         # The barrier keeps per-head layouts out of the product, as in `Attention.fused`.
-        return jax.lax.optimization_barrier(q).reshape(*x.shape[:2], self.heads, -1)
+        return jax.lax.optimization_barrier(q).reshape(*latent.shape[:2], self.heads, -1)
 
     def turned(self, x: Float[Array, "b t n d"], rope: Rope) -> Float[Array, "b t n d"]:
         return apply_rope(halves(x) if self.neighbours else x, rope)
@@ -325,10 +331,15 @@ def layer_table(config: DeepseekV3Config, layer: int) -> dict[str, Entry]:
         entries["attention/q_norm"] = plain(f"{attention}.q_a_layernorm.weight", c.q_lora_rank)
         entries["attention/q_up"] = kernel(f"{attention}.q_b_proj.weight", queries, c.q_lora_rank)
     entries |= mlp_table(c, layer)
-    if c.fp8:
-        matrices = {path: x for path, x in entries.items() if x.dimensions > 1 and path != "mlp/router"}
-        entries |= {path: with_scales(x, BLOCK_FP8, {}) for path, x in matrices.items()}
-    return entries
+    return scaled(c, entries)
+
+
+def scaled(config: DeepseekV3Config, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Gives the matrices of a layer, but its router, their factors if the checkpoint holds FP8."""
+    if not config.fp8:
+        return entries
+    matrices = {path: x for path, x in entries.items() if x.dimensions > 1 and path != "mlp/router"}
+    return entries | {path: with_scales(x, BLOCK_FP8, {}) for path, x in matrices.items()}
 
 
 def mlp_table(config: GroupedExpertsConfig, layer: int) -> dict[str, Entry]:

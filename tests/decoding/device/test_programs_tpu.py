@@ -64,6 +64,13 @@ TARGETS = pathlib.Path(__file__).parents[3] / "configs/targets"
 FEW_LAYERS = {
     "gpt_oss_20b": {"num_hidden_layers": 2},  # a window, sinks, experts
     "deepseek_v3": {"num_hidden_layers": 2, "first_k_dense_replace": 1},  # latent attention, grouped experts
+    # An indexer, and a layer that shares its choice.
+    "glm_5": {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "index_topk": 1024,
+        "indexer_types": ["full", "shared"],
+    },
 }
 VANILLA = None
 CHAIN = DraftTree(num_steps=4, topk=1, num_draft_tokens=5)
@@ -102,7 +109,7 @@ def shapes(
         if block is not None:
             return block(BLOCK, dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
         own = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-        sizes: dict[str, Any] = own if config.model_type == "deepseek_v3" else {}  # its cache gives a head none
+        sizes: dict[str, Any] = own if config.latent_cache else {}  # which gives a head none
         head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000, **sizes), config)
         return DraftHead(head, dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
 
@@ -205,6 +212,13 @@ def test_a_window_sinks_and_experts_compile_for_a_tpu():
 @pytest.mark.long
 def test_latent_attention_and_grouped_experts_compile_for_a_tpu():
     check("decode", TREE, True, "v5p:1x1x1", few_layers("deepseek_v3"), limit=64)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["decode", "prefill"])
+def test_attention_to_chosen_slots_compiles_for_a_tpu(program):
+    """Beside the usual, as many gathered rows and scores as are held at a time, twice."""
+    check(program, TREE, True, "v6e:1x1", few_layers("glm_5"), limit=320)
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.kernels.linear.layouts import dense
+from eagle3_jax.kernels.tree_attention.chosen import best_slots
 from eagle3_jax.mesh import make_mesh, parameter_path, shardings
 from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
@@ -49,6 +50,9 @@ AS_LLAMA = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMo
 
 # What they have that Llama has not is summed, scaled and routed in its own ways.
 BFLOAT16_DAILY = {"DeepseekV3ForCausalLM"}
+
+INDEXED = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
+LATENT = {"DeepseekV3ForCausalLM", *INDEXED}
 
 # Families that transformers has no class for, and whose layers they share.
 SAME_AS = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
@@ -169,7 +173,7 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
             values |= {"norm_topk_prob": draw.random() < 0.5, "mlp_only_layers": draw.choice([[], [0], [1]])}
     if architecture in DENSE:
         values |= of_dense(architecture, draw, values)
-    if architecture == "DeepseekV3ForCausalLM":
+    if architecture in LATENT:
         groups, size = draw.choice([1, 2, 3, 4]), draw.choice([2, 3, 4])
         best = draw.randint(1, groups)
         values |= {"num_key_value_heads": heads, "q_lora_rank": draw.choice([None, 12])}
@@ -186,6 +190,13 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         yarn |= {"original_max_position_embeddings": draw.choice([16, 4096])}
         rope = draw.choice([{"rope_type": "default"}, yarn, yarn])
         values["rope_parameters"] = rope | {"rope_theta": values.pop("rope_theta")}
+    if architecture in INDEXED:
+        values |= {"q_lora_rank": 12, "rope_interleave": True, "index_topk": draw.choice([3, 5, 8])}
+        # Many heads: a score of zero, of all of them, would be as good as another.
+        values |= {"index_n_heads": draw.choice([12, 16]), "index_head_dim": draw.choice([8, 12])}
+        if architecture == "GlmMoeDsaForCausalLM":
+            others = [draw.choice(["full", "shared"]) for _ in range(values["num_hidden_layers"] - 1)]
+            values |= {"indexer_types": ["full", *others]}
     return values
 
 
@@ -379,10 +390,13 @@ def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path, architecture)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "seed"), [("Lfm2ForCausalLM", 0), ("Qwen3_5ForCausalLM", 0), ("Gemma4ForCausalLM", 1)]
+    ("architecture", "seed"),
+    [("Lfm2ForCausalLM", 0), ("Qwen3_5ForCausalLM", 0), ("Gemma4ForCausalLM", 1), ("GlmMoeDsaForCausalLM", 0)],
 )
 def test_a_state_reaches_from_piece_to_piece(tmp_path, architecture, seed):
-    """Rows split along their length over two devices, a document across the cut and one behind it; shared keys too."""
+    """Rows split along their length over two devices, a document across the cut and one behind it; shared keys too, and
+    what an indexer chooses.
+    """
     write_reference(tmp_path, architecture, seed)
     model = load_model(tmp_path, fetch.read_config(tmp_path, (0, 1)), jnp.float32)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (2, 16)), jnp.int32)
@@ -512,19 +526,23 @@ def assert_equal(kept: Any, expected: Any) -> None:
 
 
 @pytest.mark.slow
-def test_weights_in_fp8(tmp_path):
+@pytest.mark.parametrize(
+    "architecture", ["DeepseekV3ForCausalLM", pytest.param("DeepseekV32ForCausalLM", marks=pytest.mark.long)]
+)
+def test_weights_in_fp8(tmp_path, architecture):
     """DeepSeek-V3 as it is published: what the factors make of the same bytes says the same logits."""
-    values = shapes("DeepseekV3ForCausalLM", 0) | {"hidden_size": 136, "intermediate_size": 264}
+    values = shapes(architecture, 0) | {"hidden_size": 136, "intermediate_size": 264}
     values |= {"q_lora_rank": 130, "kv_lora_rank": 132, "moe_intermediate_size": 140, "first_k_dense_replace": 1}
-    reference = make_reference("DeepseekV3ForCausalLM", values, 0)
+    reference = make_reference(architecture, values, 0)
     import torch
 
     reference.save_pretrained(tmp_path / "whole")
     tensors, rng = load_file(tmp_path / "whole/model.safetensors"), np.random.default_rng(0)
-    names = [name for name in tensors if name.endswith("_proj.weight") or "kv_a_proj_with_mqa" in name]
-    assert len(names) == 5 * values["num_hidden_layers"] + 3 + (values["num_hidden_layers"] - 1) * (
-        3 + 3 * values["n_routed_experts"]
-    )
+    names = [name for name in tensors if name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight", "wq_b.weight"))]
+    names = [name.replace("weights_proj", "wk") for name in names]  # an indexer's weights of heads are not quantised
+    assert len(names) == (7 if architecture in INDEXED else 5) * values["num_hidden_layers"] + 3 + (
+        values["num_hidden_layers"] - 1
+    ) * (3 + 3 * values["n_routed_experts"])
     quantised = dict(tensors)
     for name in names:
         rows, columns = tensors[name].shape
@@ -552,6 +570,42 @@ def test_weights_in_fp8(tmp_path):
     kept = load_model(tmp_path, config, jnp.float32, mesh, weights="stored")
     assert kept.blocks[1].mlp.experts.expert_up[...].values.dtype == jnp.float8_e4m3fn
     assert_equal(kept, model)
+
+
+def test_the_layers_that_share_a_choice_are_those_of_the_published_patterns():
+    """Of GLM-5.2's ways to say so; transformers reads a list and writes it."""
+    values = shapes("GlmMoeDsaForCausalLM", 0) | {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4}
+    del values["indexer_types"]
+    for given, expected in (
+        ({}, "FFFF"),
+        ({"index_topk_pattern": "FSFS"}, "FSFS"),
+        ({"index_topk_freq": 2}, "FFSF"),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, "FSSF"),
+    ):
+        config: Any = read_shape(values | given, (0, 1))
+        reference = AutoConfig.for_model("glm_moe_dsa", **values, **given)
+        assert "".join(kind[0].upper() for kind in config.indexer_types) == expected
+        assert list(config.indexer_types) == reference.indexer_types
+        assert [config.chooser(i) for i in range(5)][-1] == 4  # an MTP layer has an indexer of its own
+
+
+@pytest.mark.slow
+def test_a_cache_of_no_more_slots_than_are_chosen_scores_none(tmp_path, monkeypatch):
+    """Each token then attends to all that it sees, which a larger cache chooses too."""
+    write_reference(tmp_path, "GlmMoeDsaForCausalLM", 0)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"index_topk": 128}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = load_model(tmp_path, fetch.read_config(tmp_path, (0, 1)), jnp.float32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (2, TOKENS)))
+    this = Pass(jnp.broadcast_to(jnp.arange(TOKENS), (2, TOKENS)), jnp.zeros(2, jnp.int32))
+    scored = []
+    chooses = "eagle3_jax.models.cache.best_slots"
+    monkeypatch.setattr(chooses, lambda *given: scored.append(given[-1]) or best_slots(*given))
+    hidden, _, _ = forward(model, tokens, this, model.empty_cache(2, 128))
+    assert not scored
+    other, _, _ = forward(model, tokens, this, model.empty_cache(2, 256))
+    assert {*scored} == {128}
+    np.testing.assert_allclose(hidden, other, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -712,6 +766,11 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
         ("GraniteMoeHybridForCausalLM", "layer_types", ["mamba"], "layer_types: .*; Mamba is not computed"),
         ("GraniteMoeHybridForCausalLM", "num_local_experts", 8, "num_local_experts: got 8, expected 0"),
         ("Glm4MoeForCausalLM", "n_group", 5, "n_group: got 5, expected to divide"),
+        ("DeepseekV32ForCausalLM", "q_lora_rank", None, "q_lora_rank: got None, expected a width: the indexer reads"),
+        ("DeepseekV32ForCausalLM", "indexer_rope_interleave", True, "indexer_rope_interleave: got True, expected F"),
+        ("GlmMoeDsaForCausalLM", "indexer_rope_interleave", False, "indexer_rope_interleave: got False, expected T"),
+        ("GlmMoeDsaForCausalLM", "indexer_types", ["full"], "indexer_types: got .'full',., expected 'full' or 'sha"),
+        ("GlmMoeDsaForCausalLM", "indexer_types", ["shared"] * 4, "indexer_types: .*, the first 'full'"),
         ("LlamaForCausalLM", "partial_rotary_factor", 0.5, "partial_rotary_factor: got 0.5, expected none or 1"),
         ("DeepseekV3ForCausalLM", "n_group", 5, "n_group: got 5, expected to divide"),
         ("DeepseekV3ForCausalLM", "topk_group", 9, "topk_group: got 9, expected 1 to n_group"),
