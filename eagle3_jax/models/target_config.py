@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from eagle3_jax.models.checkpoint.quantised import Scales, read_scales
 from eagle3_jax.models.layers import Scaling
 from eagle3_jax.models.rope import SCALINGS, THETA, Scalings, read_partial, read_rope, write_rope
+
+LATER = {"later": True}  # of a field that no identity has while it has its default: older versions know none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +148,58 @@ class PartialRotaryConfig(ModelConfig):
         if self.rotary_share is not None:
             values["rope_parameters"]["partial_rotary_factor"] = share
         return values
+
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowConfig(ModelConfig):
+    """Shape of a target whose layers may see a window only, of which older versions knew none.
+
+    Attributes:
+        sliding_window: positions that a local layer attends to, its own included.
+        local_layers: the layers that see a window.
+    """
+
+    sliding_window: int | None = dataclasses.field(default=None, metadata=LATER)
+    local_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=LATER)
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        """See `ModelConfig`; windows as Qwen 2 has them, in the layers from `max_window_layers` on."""
+        window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
+        first = values.get("max_window_layers", 28)
+        local = local_layers(values, problems, window, lambda layer: layer >= first)
+        return {"sliding_window": window, "local_layers": local}
+
+    def to_hf(self) -> dict[str, Any]:
+        values = super().to_hf() | {"use_sliding_window": self.sliding_window is not None}
+        local, window = values.pop("local_layers"), values.pop("sliding_window")
+        kinds = layer_types(self.num_hidden_layers, local)
+        return values if window is None else values | {"sliding_window": window, "layer_types": kinds}
+
+
+def local_layers(
+    values: dict[str, Any], problems: list[str], window: int | None, local: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """Reads which layers see a window only. Appends to `problems`; the layers are then undefined.
+
+    Args:
+        window: its size; without one no layer may.
+        local: tells it of a layer where `layer_types` is left out.
+    """
+    layers = range(values.get("num_hidden_layers", 0))
+    kinds = values.get("layer_types") or [LOCAL if window and local(i) else FULL for i in layers]
+    if len(kinds) != len(layers) or not set(kinds) <= {LOCAL, FULL} or (LOCAL in kinds and not window):
+        expected = f"{LOCAL!r} (with a sliding_window) or {FULL!r} for each of {len(layers)} layers"
+        problems.append(f"layer_types: got {kinds!r}, expected {expected}")
+    return tuple(i for i, kind in enumerate(kinds) if kind == LOCAL)
+
+
+def layer_types(layers: int, local: tuple[int, ...]) -> list[str]:
+    """Writes what `local_layers` reads."""
+    return [LOCAL if i in local else FULL for i in range(layers)]
 
 
 _SPELT_OTHERWISE = ("rope_theta", "rope_scaling", "eos_token_ids", "aux_layers", "scales")

@@ -30,6 +30,9 @@ def identify(
     # Aux layers select the hidden states to keep and do not change the model; the files tell the kind of the scales.
     architecture = dataclasses.asdict(dataclasses.replace(config, aux_layers=()))
     del architecture["scales"]
+    for field in dataclasses.fields(config):
+        if field.metadata.get("later") and getattr(config, field.name) == field.default:
+            del architecture[field.name]
     return {
         "name": name,
         "commit": commit,

@@ -26,10 +26,8 @@ from eagle3_jax.models.layers import (
     zeros,
 )
 from eagle3_jax.models.target import Attend, Rope, TargetModel, rotary
-from eagle3_jax.models.target_config import PartialRotaryConfig
+from eagle3_jax.models.target_config import PartialRotaryConfig, layer_types, local_layers
 
-LOCAL, FULL = "sliding_attention", "full_attention"
-_NEVER = 1 << 30
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
@@ -46,11 +44,12 @@ class DenseConfig(PartialRotaryConfig):
         logits_scaling: divisor of the logits.
     """
 
-    # Facts of a family: every which layer sees the whole text if there is a window (0: none, whatever `layer_types`
-    # says; None: no windows); whether queries and keys are normed, each head or ("all") all heads together, and whether
-    # behind RoPE; whether sublayers have their norm behind them; whether RoPE rotates neighbours; how a checkpoint
-    # names these norms, the matrices that it fuses, and experts' matrices; whether the scaling of RoPE holds in local
-    # layers; whether config.json has the multipliers.
+    # Facts of a family: whether layers may see a window only, and if so, every which layer sees the whole text where
+    # `layer_types` is left out (None: no layer does, whatever it says); whether queries and keys are normed, each head
+    # or ("all") all heads together, and whether behind RoPE; whether sublayers have their norm behind them; whether
+    # RoPE rotates neighbours; how a checkpoint names these norms, the matrices that it fuses, and experts' matrices;
+    # whether the scaling of RoPE holds in local layers; whether config.json has the multipliers.
+    windows: ClassVar[bool] = False
     full_every: ClassVar[int | None] = None
     qk_norm: ClassVar[str] = ""
     qk_names: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
@@ -75,28 +74,26 @@ class DenseConfig(PartialRotaryConfig):
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        layers = range(values.get("num_hidden_layers", 0))
-        window = None if cls.full_every is None else values.get("sliding_window")
-        every = (cls.full_every and values.get("sliding_window_pattern")) or cls.full_every or _NEVER
-        every = len(every) if isinstance(every, str) else every  # EXAONE's "LLLG"
-        kinds = (cls.full_every and values.get("layer_types")) or [
-            LOCAL if window and (i + 1) % every else FULL for i in layers
-        ]
-        if len(kinds) != len(layers) or not set(kinds) <= {LOCAL, FULL} or (LOCAL in kinds and not window):
-            expected = f"{LOCAL!r} (with a sliding_window) or {FULL!r} for each of {len(layers)} layers"
-            problems.append(f"layer_types: got {kinds!r}, expected {expected}")
+        window = values.get("sliding_window") if cls.windows else None
         return super().own(values, problems) | {
             "sliding_window": window,
-            "local_layers": tuple(i for i, kind in enumerate(kinds) if kind == LOCAL),
+            "local_layers": cls._local_layers(values, problems, window),
             "attention_bias": bool(values.get("attention_bias", False)),
         }
 
+    @classmethod
+    def _local_layers(cls, values: dict[str, Any], problems: list[str], window: int | None) -> tuple[int, ...]:
+        if cls.full_every is None:
+            return tuple(range(values.get("num_hidden_layers", 0))) if window else ()
+        every = values.get("sliding_window_pattern") or cls.full_every
+        every = len(every) if isinstance(every, str) else every  # EXAONE's "LLLG"
+        return local_layers(values, problems, window, lambda layer: (layer + 1) % every != 0)
+
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`; without the fields that transformers' class does not have."""
-        kinds = [LOCAL if i in self.local_layers else FULL for i in range(self.num_hidden_layers)]
-        values = super().to_hf() | {"layer_types": kinds}
+        values = super().to_hf() | {"layer_types": layer_types(self.num_hidden_layers, self.local_layers)}
         unknown = {"local_layers", "nope_layers", *(() if self.full_every else ("layer_types",))}
-        unknown |= {"sliding_window"} if self.full_every is None else set()
+        unknown |= set() if self.windows else {"sliding_window"}
         unknown |= set() if self.multiplied else set(MULTIPLIERS)
         return {name: value for name, value in values.items() if name not in unknown}
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from eagle3_jax.models.families.dense import FULL, LOCAL, MULTIPLIERS, DenseConfig, GrowingYarnScaling
+from eagle3_jax.models.families.dense import MULTIPLIERS, DenseConfig, GrowingYarnScaling
 from eagle3_jax.models.layers import LongScaling
 from eagle3_jax.models.rope import ALPHA, LONG, SCALINGS, Scalings
-from eagle3_jax.models.target_config import ModelConfig
+from eagle3_jax.models.target_config import FULL, LOCAL, ModelConfig
 
 
 class MistralConfig(DenseConfig):
     """Mistral: Llama, whose layers may all be local."""
 
-    architecture, model_type, full_every = "MistralForCausalLM", "mistral", 0
+    architecture, model_type, windows = "MistralForCausalLM", "mistral", True
     defaults: ClassVar[dict[str, Any]] = {
         "sliding_window": 4096,
         "num_key_value_heads": 8,
@@ -54,7 +54,7 @@ class MixtralConfig(MistralConfig):
 class Ministral3Config(DenseConfig):
     """Ministral 3: Mistral with YaRN, and with queries that grow with their positions."""
 
-    architecture, model_type, full_every = "Ministral3ForCausalLM", "ministral3", 0
+    architecture, model_type, windows = "Ministral3ForCausalLM", "ministral3", True
     scalings: ClassVar[Scalings] = {"yarn": GrowingYarnScaling}
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 8,
@@ -75,7 +75,7 @@ class Ministral3Config(DenseConfig):
 class Phi3Config(DenseConfig):
     """Phi-3, 3.5 and Phi-4-mini: LongRoPE, over a part of each head in Phi-4-mini, and fused projections."""
 
-    architecture, model_type, full_every = "Phi3ForCausalLM", "phi3", 0
+    architecture, model_type, windows = "Phi3ForCausalLM", "phi3", True
     rotary_share, scalings = 1.0, LONG
     fused_qkv, fused_mlp = True, ("mlp.gate_up_proj", "mlp.down_proj")
     defaults: ClassVar[dict[str, Any]] = {
@@ -138,7 +138,7 @@ class Olmo2Config(DenseConfig):
 class Olmo3Config(Olmo2Config):
     """OLMo 3: OLMo 2 with local layers, whose RoPE is not scaled."""
 
-    architecture, model_type, full_every = "Olmo3ForCausalLM", "olmo3", 4
+    architecture, model_type, windows, full_every = "Olmo3ForCausalLM", "olmo3", True, 4
     scaled_locally = False
     defaults = Olmo2Config.defaults | {"sliding_window": 4096, "rope_theta": 5e5}
 
@@ -214,7 +214,7 @@ class SeedOssConfig(DenseConfig):
 class Exaone4Config(DenseConfig):
     """EXAONE 4: norms behind sublayers; beside local layers those that see the whole text have no RoPE."""
 
-    architecture, model_type, full_every = "Exaone4ForCausalLM", "exaone4", 4
+    architecture, model_type, windows, full_every = "Exaone4ForCausalLM", "exaone4", True, 4
     qk_norm, norms_behind = "heads", True
     defaults: ClassVar[dict[str, Any]] = {"sliding_window": 4096, "rms_norm_eps": 1e-5}
 

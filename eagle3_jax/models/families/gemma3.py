@@ -21,9 +21,8 @@ from eagle3_jax.models.families import llama
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, embeddings, rope_frequencies, rope_table, zeros
 from eagle3_jax.models.rope import read_scaling
 from eagle3_jax.models.target import Attend, Rope, TargetModel, rotary
-from eagle3_jax.models.target_config import ModelConfig
+from eagle3_jax.models.target_config import FULL, LOCAL, ModelConfig, layer_types, local_layers
 
-LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 gelu = functools.partial(jax.nn.gelu, approximate=True)
 
 
@@ -53,30 +52,27 @@ class LocalConfig(ModelConfig):
     @classmethod
     def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
         rope = values.get("rope_parameters") or {}
-        if _GLOBAL in rope:  # spelling of transformers 5
+        if FULL in rope:  # spelling of transformers 5
             local = rope.get(LOCAL) or {}
             theta = local.get("rope_theta", values.get("rope_local_base_freq", 1e4))
-            values = values | {"rope_parameters": rope[_GLOBAL], LOCAL: local, "rope_local_base_freq": theta}
+            values = values | {"rope_parameters": rope[FULL], LOCAL: local, "rope_local_base_freq": theta}
         return super().from_hf(values, aux_layers)
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        count, every = values.get("num_hidden_layers", 0), values.get("sliding_window_pattern", 6)
-        kinds = values.get("layer_types") or [LOCAL if (i + 1) % every else _GLOBAL for i in range(count)]
-        if len(kinds) != count or not set(kinds) <= {LOCAL, _GLOBAL}:
-            problems.append(f"layer_types: got {kinds!r}, expected {LOCAL!r} or {_GLOBAL!r} for each layer")
+        every, window = values.get("sliding_window_pattern", 6), values["sliding_window"]
         read_scaling(values.get(LOCAL, {}), f"rope_parameters.{LOCAL}", problems, {})  # local layers have no scaling
         return {
-            "sliding_window": values["sliding_window"],
-            "local_layers": tuple(i for i, kind in enumerate(kinds) if kind == LOCAL),
+            "sliding_window": window,
+            "local_layers": local_layers(values, problems, window, lambda layer: (layer + 1) % every != 0),
             "rope_local_theta": float(values.get("rope_local_base_freq", 1e4)),
         }
 
     def to_hf(self) -> dict[str, Any]:
         values = super().to_hf()
         local, theta = values.pop("local_layers"), values.pop("rope_local_theta")
-        kinds = [LOCAL if i in local else _GLOBAL for i in range(self.num_hidden_layers)]
-        rope = {_GLOBAL: values["rope_parameters"], LOCAL: {"rope_type": "default", "rope_theta": theta}}
+        kinds = layer_types(self.num_hidden_layers, local)
+        rope = {FULL: values["rope_parameters"], LOCAL: {"rope_type": "default", "rope_theta": theta}}
         return values | {"layer_types": kinds, "rope_parameters": rope, "rope_local_base_freq": theta}
 
 

@@ -21,11 +21,11 @@ from eagle3_jax.models.cache import BorrowedCache, KVCache, LayerCache
 from eagle3_jax.models.checkpoint.table import Entry, grouped, kernel, plain, stacked
 from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import llama
-from eagle3_jax.models.families.gemma3 import LOCAL, GeGLU, LocalConfig, float32_norm, gelu, ropes, scaled_embeddings
+from eagle3_jax.models.families.gemma3 import GeGLU, LocalConfig, float32_norm, gelu, ropes, scaled_embeddings
 from eagle3_jax.models.layers import Attention, apply_rope, embeddings, normal, ones
 from eagle3_jax.models.rope import PROPORTIONAL, Scalings
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.models.target_config import ModelConfig
+from eagle3_jax.models.target_config import LOCAL, ModelConfig
 
 _ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},

@@ -22,9 +22,8 @@ from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import qwen2
 from eagle3_jax.models.layers import apply_rope, normal, rms_norm, zeros
 from eagle3_jax.models.target import Attend, Rope, TargetModel
-from eagle3_jax.models.target_config import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig, layer_types, local_layers
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _FP4_GROUP = 32
 _YARN = {
@@ -75,10 +74,7 @@ class GptOssConfig(ModelConfig):
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        count = values.get("num_hidden_layers", 0)
-        kinds = values.get("layer_types") or [_GLOBAL if i % 2 else _LOCAL for i in range(count)]
-        if len(kinds) != count or not set(kinds) <= {_LOCAL, _GLOBAL}:
-            problems.append(f"layer_types: got {kinds!r}, expected {_LOCAL!r} or {_GLOBAL!r} for each layer")
+        window = values.get("sliding_window", 128)
         experts = values.get("num_local_experts", values.get("num_experts"))
         if experts is None:
             problems.append("num_local_experts: missing")
@@ -86,8 +82,8 @@ class GptOssConfig(ModelConfig):
         return {
             "num_experts": experts,
             "num_experts_per_tok": values.get("num_experts_per_tok", 4),
-            "sliding_window": values.get("sliding_window", 128),
-            "local_layers": tuple(i for i, kind in enumerate(kinds) if kind == _LOCAL),
+            "sliding_window": window,
+            "local_layers": local_layers(values, problems, window, lambda layer: layer % 2 == 0),
             "swiglu_alpha": float(values.get("swiglu_alpha", 1.702)),
             "swiglu_limit": float(values.get("swiglu_limit", 7.0)),
             "mxfp4": method == "mxfp4",
@@ -96,7 +92,7 @@ class GptOssConfig(ModelConfig):
     def to_hf(self) -> dict[str, Any]:
         values = super().to_hf()
         local, experts = values.pop("local_layers"), values.pop("num_experts")
-        kinds = [_LOCAL if i in local else _GLOBAL for i in range(self.num_hidden_layers)]
+        kinds = layer_types(self.num_hidden_layers, local)
         method = {"quantization_config": {"quant_method": "mxfp4"}} if values.pop("mxfp4") else {}
         return values | {"layer_types": kinds, "num_local_experts": experts} | method
 
@@ -142,7 +138,6 @@ class Block(qwen2.Block):
 
     def __init__(self, config: GptOssConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.window = config.sliding_window if layer in config.local_layers else None
         self.o_bias = zeros(config.hidden_size, dtype)
         self.sinks = zeros(config.num_attention_heads, dtype)
 

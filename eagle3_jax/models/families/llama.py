@@ -28,6 +28,7 @@ class Block(nnx.Module):
     def __init__(self, config: Any, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
         self.eps = c.rms_norm_eps
+        self.window = c.sliding_window if layer in getattr(c, "local_layers", ()) else None
         heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.input_norm = ones(c.hidden_size, dtype)
         self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
@@ -36,7 +37,8 @@ class Block(nnx.Module):
 
     def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
         q, k, v = self.heads(self.attention.fused(rms_norm(x, self.input_norm[...], self.eps)))
-        x = x + self.attention.output(attend(apply_rope(q, rope), apply_rope(k, rope), v))
+        window = {} if self.window is None else {"window": self.window}  # a draft head's `attend` knows none
+        x = x + self.attention.output(attend(apply_rope(q, rope), apply_rope(k, rope), v, **window))
         return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
 
     def heads(self, fused: Float[Array, "b t out"]) -> tuple[Array, Array, Array]:

@@ -12,16 +12,16 @@ from eagle3_jax.models.checkpoint.table import Entry, qkv_bias
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.layers import zeros
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.models.target_config import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig, WindowConfig
 
 MTP = "model.mtp_layers."
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen2Config(ModelConfig):
+class Qwen2Config(WindowConfig):
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
     model_type: ClassVar[str] = "qwen2"
-    supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
+    supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 32768}
 
 
@@ -29,7 +29,7 @@ class Qwen2Config(ModelConfig):
 class MimoConfig(ModelConfig):
     architecture: ClassVar[str] = "MiMoForCausalLM"
     model_type: ClassVar[str] = "mimo"
-    supported: ClassVar[dict[str, Any]] = Qwen2Config.supported | {"attention_bias": True}
+    supported: ClassVar[dict[str, Any]] = Qwen2Config.supported | {"use_sliding_window": False, "attention_bias": True}
     defaults: ClassVar[dict[str, Any]] = Qwen2Config.defaults
 
 

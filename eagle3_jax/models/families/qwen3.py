@@ -12,14 +12,14 @@ from eagle3_jax.models.checkpoint.table import Entry, plain
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.layers import ones, rms_norm
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.models.target_config import ModelConfig
+from eagle3_jax.models.target_config import ModelConfig, WindowConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3Config(ModelConfig):
+class Qwen3Config(WindowConfig):
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     model_type: ClassVar[str] = "qwen3"
-    supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+    supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": False}
     defaults: ClassVar[dict[str, Any]] = {"head_dim": 128, "max_position_embeddings": 32768}
 
 

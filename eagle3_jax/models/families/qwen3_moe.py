@@ -25,7 +25,7 @@ class Qwen3MoeConfig(ModelConfig):
 
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     model_type: ClassVar[str] = "qwen3_moe"
-    supported: ClassVar[dict[str, Any]] = qwen3.Qwen3Config.supported
+    supported: ClassVar[dict[str, Any]] = qwen3.Qwen3Config.supported | {"use_sliding_window": False}
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 32768}
 
     num_experts: int

@@ -86,6 +86,9 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
     }
     if SAME_AS.get(architecture, architecture) != "Qwen2ForCausalLM":
         values["head_dim"] = head_dim
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") and seed % 2 == 0:
+        window, first = draw.choice([3, 6, 11]), draw.choice([0, 1, 2])
+        values |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
     if architecture == "Qwen3MoeForCausalLM":
         count = draw.choice([4, 6, 8])
         values |= {"num_experts": count, "num_experts_per_tok": draw.choice([1, 2, count]), "moe_intermediate_size": 20}
@@ -722,7 +725,13 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
 @pytest.mark.parametrize(
     ("architecture", "field", "value", "message"),
     [
-        ("Qwen3ForCausalLM", "use_sliding_window", True, "use_sliding_window: got True, expected False"),
+        ("Qwen3MoeForCausalLM", "use_sliding_window", True, "use_sliding_window: got True, expected False"),
+        (
+            "Qwen3ForCausalLM",
+            "layer_types",
+            ["sliding_attention"],
+            r"layer_types: .* \(with a sliding_window\) or .* for each",
+        ),
         ("DeepseekV3ForCausalLM", "scoring_func", "softmax", "scoring_func: got 'softmax', expected 'sigmoid'"),
         ("DeepseekV3ForCausalLM", "num_key_value_heads", 99, "num_key_value_heads: got 99, expected"),
         (
