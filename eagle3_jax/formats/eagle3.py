@@ -107,6 +107,8 @@ BY_TARGET = {
     "HunYuanDenseV1ForCausalLM": (FAILS, "0.32.0", FAILS),
     "Glm4MoeForCausalLM": ("0.5.23", FAILS, FAILS),
     "MixtralForCausalLM": (FAILS, FAILS, FAILS),
+    "MiniMaxM2ForCausalLM": ("0.5.23", "0.32.0", FAILS),
+    "Ernie4_5_MoeForCausalLM": (FAILS, FAILS, FAILS),
 }
 
 WITHOUT = {

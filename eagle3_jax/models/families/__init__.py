@@ -57,7 +57,7 @@ FAMILIES = (
     Family(qwen3_5.Qwen35MoeConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
     Family(qwen3_5.Qwen3NextConfig, qwen3_5.Qwen35, qwen3_5.table, qwen3_5.unused),
     Family(qwen2.MimoConfig, qwen2.Qwen2, qwen2.table, qwen2.unused),
-    Family(glm4_moe.Glm4MoeConfig, glm4_moe.Glm4Moe, glm4_moe.table, deepseek_v3.unused),
+    *(Family(config, glm4_moe.Glm4Moe, glm4_moe.table, glm4_moe.unused) for config in glm4_moe.CONFIGS),
     *(Family(config, dense.Dense, dense.table) for config in dense_configs.CONFIGS),
 )
 

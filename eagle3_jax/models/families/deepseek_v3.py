@@ -64,6 +64,14 @@ class GroupedExpertsConfig(ModelConfig):
         num_nextn_predict_layers: MTP layers in the checkpoint, after the target's own.
     """
 
+    # Facts of a family: the function of scores; how a checkpoint names the mixture, its bias and experts' matrices, and
+    # whether the bias is a row of a matrix.
+    scores: ClassVar[Any] = staticmethod(jax.nn.sigmoid)
+    mixture: ClassVar[str] = "mlp"
+    bias: ClassVar[str] = "gate.e_score_correction_bias"
+    bias_rows: ClassVar[tuple[int, ...]] = ()
+    matrices: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+
     n_routed_experts: int
     num_experts_per_tok: int
     n_group: int
@@ -242,9 +250,9 @@ class LatentAttention(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """Routed experts and a shared one; `router` [hidden, experts], `router_bias` [experts].
+    """Routed experts and perhaps a shared one; `router` [hidden, experts], `router_bias` [experts].
 
-    A token's experts are the best of its best groups, by sigmoid scores plus the bias. A group's score is the sum of
+    A token's experts are the best of its best groups, by scores plus the bias. A group's score is the sum of
     its two best experts'. The weights of the chosen experts come from the scores without the bias.
     """
 
@@ -252,15 +260,17 @@ class SparseMLP(nnx.Module):
         c = config
         h, f, count = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
         self.chosen, self.groups, self.best_groups = c.num_experts_per_tok, c.n_group, c.topk_group
-        self.normalised, self.scale = c.norm_topk_prob, c.routed_scaling_factor
+        self.normalised, self.scale, self.scores = c.norm_topk_prob, c.routed_scaling_factor, c.scores
         self.router = normal((h, count), dtype, rngs)
         self.router_bias = zeros(count, jnp.float32)  # bfloat16 is too coarse to tell experts apart
         self.experts = Experts(h, f, count, dtype=dtype, rngs=rngs)
-        self.shared = SwiGLU(h, f * c.n_shared_experts, dtype=dtype, rngs=rngs)
+        if c.n_shared_experts:
+            self.shared = SwiGLU(h, f * c.n_shared_experts, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
-        weights, chosen = self.choice(jax.nn.sigmoid(linear(x.astype(jnp.float32), self.router[...])))
-        return self.shared(x) + self.experts(x, chosen, weights)
+        weights, chosen = self.choice(self.scores(linear(x.astype(jnp.float32), self.router[...])))
+        routed = self.experts(x, chosen, weights)
+        return self.shared(x) + routed if hasattr(self, "shared") else routed
 
     def choice(self, scores: Float32[Array, "b t e"]) -> tuple[Float32[Array, "b t k"], Int[Array, "b t k"]]:
         """Chooses each token's experts. Returns their weights and indices."""
@@ -348,11 +358,19 @@ def mlp_table(config: GroupedExpertsConfig, layer: int) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     dense, width = "mlp", c.intermediate_size
     if layer >= c.first_k_dense_replace:
-        entries["mlp/router"] = kernel(f"{mlp}.gate.weight", c.n_routed_experts, h)
-        entries["mlp/router_bias"] = plain(f"{mlp}.gate.e_score_correction_bias", c.n_routed_experts)
-        for name, shape in _projections(h, c.moe_intermediate_size).items():
-            names = [f"{mlp}.experts.{j}.{name}_proj.weight" for j in range(c.n_routed_experts)]
+        mlp, count = f"model.layers.{layer}.{c.mixture}", c.n_routed_experts
+        entries["mlp/router"] = kernel(f"{mlp}.gate.weight", count, h)
+        entries["mlp/router_bias"] = Entry(
+            {f"{mlp}.{c.bias}": (*c.bias_rows, count)},
+            lambda index, x: x[:].reshape(-1)[index],
+            lambda x: (x.reshape(*c.bias_rows, -1),),
+            1,
+        )
+        for (name, shape), theirs in zip(_projections(h, c.moe_intermediate_size).items(), c.matrices, strict=True):
+            names = [f"{mlp}.experts.{j}.{theirs}.weight" for j in range(count)]
             entries[f"mlp/experts/expert_{name}"] = stacked(names, *shape)
+        if not c.n_shared_experts:
+            return entries
         dense, mlp, width = "mlp/shared", f"{mlp}.shared_experts", c.moe_intermediate_size * c.n_shared_experts
     for name, shape in _projections(h, width).items():
         entries[f"{dense}/{name}"] = kernel(f"{mlp}.{name}_proj.weight", *shape)

@@ -25,7 +25,7 @@ from eagle3_jax.models.cache import Pass
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model
 from eagle3_jax.models.drafts.mtp import DeepseekMtp
-from eagle3_jax.models.families import FAMILIES, dense_configs, family_of, read_shape
+from eagle3_jax.models.families import FAMILIES, dense_configs, family_of, glm4_moe, read_shape
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import is_quantised
 from eagle3_jax.models.states import target_states
@@ -44,7 +44,7 @@ SHAPES = [
     for name in ARCHITECTURES
     for seed in range(8)
 ]
-DENSE = {config.architecture for config in dense_configs.CONFIGS} | {"Glm4MoeForCausalLM"}
+DENSE = {config.architecture for config in (*dense_configs.CONFIGS, *glm4_moe.CONFIGS)}
 # Whose attention is Llama's, with biases or norms of heads at most: what of it no cache and no tree can upset.
 AS_LLAMA = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMoForCausalLM"}
 
@@ -252,6 +252,14 @@ def of_dense(architecture: str, draw: random.Random, values: dict[str, Any]) -> 
             own |= {"use_qk_norm": draw.random() < 0.5, "attention_bias": draw.random() < 0.5}
             rope = {"rope_type": "default", "partial_rotary_factor": draw.choice([0.5, 1.0])}
             return own | {"routed_scaling_factor": 2.5, "rope_parameters": rope | theta}
+        case "MiniMaxM2ForCausalLM":
+            rope = {"rope_type": "default", "partial_rotary_factor": draw.choice([0.5, 1.0])}
+            experts = {"num_local_experts": 6, "num_experts_per_tok": draw.choice([1, 2])}
+            return experts | {"rope_parameters": rope | theta}
+        case "Ernie4_5_MoeForCausalLM":
+            own = {"moe_num_experts": 6, "moe_k": draw.choice([1, 2]), "moe_intermediate_size": 20}
+            own |= {"moe_num_shared_experts": draw.choice([0, 1, 2]), "moe_layer_start_index": draw.choice([0, 1])}
+            return own
         case "MixtralForCausalLM":
             return {"num_local_experts": 6, "num_experts_per_tok": draw.choice([1, 2]), "sliding_window": window}
         case "SeedOssForCausalLM":
@@ -731,6 +739,13 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
             "layer_types",
             ["sliding_attention"],
             r"layer_types: .* \(with a sliding_window\) or .* for each",
+        ),
+        ("MiniMaxM2ForCausalLM", "scoring_func", "softmax", "scoring_func: got 'softmax', expected 'sigmoid'"),
+        (
+            "Ernie4_5_MoeForCausalLM",
+            "moe_layer_end_index",
+            1,
+            "moe_layer_end_index: got 1, expected [23], the last layer",
         ),
         ("DeepseekV3ForCausalLM", "scoring_func", "softmax", "scoring_func: got 'softmax', expected 'sigmoid'"),
         ("DeepseekV3ForCausalLM", "num_key_value_heads", 99, "num_key_value_heads: got 99, expected"),
