@@ -44,7 +44,7 @@ def example(seed, *, batch=2, kv_heads=2, head_dim=64, nodes=5, tail=40, page_si
 
 
 @pytest.mark.slow
-@examples(8)
+@examples(5)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 2),

@@ -47,6 +47,8 @@ SHAPES = [
 DENSE = {config.architecture for config in (*dense_configs.CONFIGS, *glm4_moe.CONFIGS)}
 # Whose attention is Llama's, with biases or norms of heads at most: what of it no cache and no tree can upset.
 AS_LLAMA = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMoForCausalLM"}
+# Whose attention is that of the family without experts, or Qwen 3.5's.
+AS_ANOTHER = {"Lfm2MoeForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"}
 
 # What they have that Llama has not is summed, scaled and routed in its own ways.
 BFLOAT16_DAILY = {"DeepseekV3ForCausalLM"}
@@ -378,7 +380,7 @@ def test_experts_that_a_checkpoint_keeps_in_one_tensor(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
-    long_for("LlamaForCausalLM", *AS_LLAMA, *DENSE),
+    long_for("LlamaForCausalLM", *AS_LLAMA, *DENSE, *AS_ANOTHER),
 )
 def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path, architecture):
     """Windows, chunks and latent attention included: each document's states are those of its own row."""
