@@ -240,3 +240,24 @@ def test_a_quantised_target_fits_where_its_floats_do_not(run, topology, model, f
     assert status == 0, text
     status, text = fit(*command)
     assert status == 1 and "does not fit" in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["mistral_7b", "ministral3_8b", "phi3_mini", "smollm3_3b"])
+def test_rounds_and_a_training_step_compile_for_families(name, tmp_path, fit):
+    """Three layers of the published widths on two chips, of every kind that the family has."""
+    values = json.loads((TARGETS / name / "config.json").read_text())
+    layers = values.get("text_config", values)
+    layers |= {"num_hidden_layers": 3, "num_kv_shared_layers": min(layers.get("num_kv_shared_layers", 0), 1)}
+    if kinds := layers.get("layer_types"):
+        layers["layer_types"] = [kinds[0], *[kinds[-1]] * 2]
+    less = {"no_rope_layer_interval": 2, "sliding_window_pattern": "LG"}
+    layers |= {key: value for key, value in less.items() if key in layers}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "run.yaml").write_text(CONFIG.format(target=tmp_path))
+    rows = tmp_path / "rows.json"
+    status, text = fit(tmp_path / "run.yaml", "--topology", "v6e:1x2", "--verbs", "evaluate,train", "--json", rows)
+    assert status == 0, text
+    programs = [row["program"] for row in json.loads(rows.read_text())]
+    assert programs == ["evaluate: prefill", "evaluate: rounds", "train: step"]
