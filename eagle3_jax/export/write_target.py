@@ -58,8 +58,8 @@ def write_gguf(target: Target, path: pathlib.Path) -> None:
     add_keys(file, architecture, {ours: getattr(c, name) for ours, name in SIZES.items()}, c.head_dim)
     add_tokenizer(file, disk.local(target.folder, without=".safetensors"), c.vocab_size)
     add_scaling(file, c)
-    if getattr(c, "local_layers", ()):
-        raise ValueError(f"sliding_window: got {c.sliding_window}, expected none: llama.cpp reads no {architecture}'s")
+    if window := getattr(c, "sliding_window", None):
+        raise ValueError(f"sliding_window: got {window}, expected none: llama.cpp reads no {architecture}'s")
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads} if architecture in INTERLEAVED else {}
     leaves = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target.model)}
     for name, entry in family_of(c).table(c).items():

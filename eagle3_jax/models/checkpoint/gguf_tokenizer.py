@@ -82,8 +82,9 @@ def save_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
 
 def ends(fields: dict[str, Any]) -> list[int]:
     """Returns the ids of all tokens that end an answer."""
-    named = {fields.get(f"{_KEY}{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
-    return sorted(named | {i for i, token in enumerate(fields[f"{_KEY}tokens"]) if token in _ENDS})
+    keys = [f"{_KEY}{name}_token_id" for name in ("eos", "eot", "eom")]
+    by_text = {i for i, token in enumerate(fields[f"{_KEY}tokens"]) if token in _ENDS}
+    return sorted(by_text | {fields[key] for key in keys if key in fields})
 
 
 def needed(fields: dict[str, Any], key: str) -> Any:
@@ -95,7 +96,8 @@ def needed(fields: dict[str, Any], key: str) -> Any:
 
 def one_of(fields: dict[str, Any], key: str, known: Any) -> str:
     """Returns the value of a key. Raises ValueError: it is not among those that are known."""
-    if (got := fields.get(key)) not in known:
+    got: Any = fields.get(key)
+    if got not in known:
         raise ValueError(f"{key}: got {got!r}, expected {' or '.join(map(repr, known))}")
     return got
 
