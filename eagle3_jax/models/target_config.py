@@ -171,7 +171,7 @@ class WindowConfig(ModelConfig):
         window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
         first = values.get("max_window_layers", 28)
         local = local_layers(values, problems, window, lambda layer: layer >= first)
-        return {"sliding_window": window, "local_layers": local}
+        return {"sliding_window": window if local else None, "local_layers": local}
 
     def to_hf(self) -> dict[str, Any]:
         values = super().to_hf() | {"use_sliding_window": self.sliding_window is not None}

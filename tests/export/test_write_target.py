@@ -133,6 +133,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path):
         ("gemma3_text", {}, "target.name: got a gemma3_text, expected one of llama, qwen2, qwen3 for llama.cpp"),
         ("llama", {"rope_scaling": yarn}, r"rope_scaling: got YarnScaling.*, expected none for llama.cpp, or Ll"),
         ("qwen2", {"rope_scaling": LLAMA3}, r"rope_scaling: got RopeScaling\(.*, expected none for llama.cpp"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, "sliding_window: got 4096, expected none: ll"),
     ):
         target = tiny_families.write(tmp_path / f"{name}-{len(changes)}", families[name], **changes)
         with pytest.raises(ValueError, match=message):
