@@ -87,6 +87,7 @@ def test_a_seed_of_64_bits_is_one_of_32():
         ({"regex": ""}, "regex"),
         ({"choice": "ab"}, "choice"),
         ({"choice": []}, "choice"),
+        ({"choice": 1}, "choice"),
         ({"choice": ["a", ""]}, "choice"),
         ({"regex": "a", "after": ""}, "after"),
         ({"grammar": 'root ::= "a"'}, "grammar"),

@@ -47,8 +47,9 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             require(value is None or (isinstance(value, str) and value != ""), name, value, "a text, not empty")
         if self.choice is not None:
-            texts = not isinstance(self.choice, str) and all(isinstance(text, str) and text for text in self.choice)
-            require(texts and len(self.choice) > 0, "choice", self.choice, "texts that are not empty")
+            listed = isinstance(self.choice, list | tuple) and len(self.choice) > 0
+            texts = listed and all(isinstance(text, str) and text for text in self.choice)
+            require(texts, "choice", self.choice, "texts that are not empty")
             object.__setattr__(self, "choice", tuple(self.choice))
         if self.json is not None and not isinstance(self.json, str):
             object.__setattr__(self, "json", json_text.dumps(self.json))
