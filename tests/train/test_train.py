@@ -201,11 +201,12 @@ def test_no_row_waits_for_a_step_in_flight_and_all_rows_are_there_before_a_check
     sizes = {"eval_every": 100, "checkpoint_every": 5, "max_steps": 8}
     config = prepared(tmp_path / "one", target, **sizes)
     steps: dict[int, int] = {}  # what a step returned -> its number
-    waited = []
+    held, waited = [], []  # what is held keeps its id
     begun, save = train._Pending, Checkpoints.save
 
     def begin(sums, *rest):
-        steps[id(sums["loss"])] = len(steps) + 1
+        held.append(sums["loss"])
+        steps[id(sums["loss"])] = len(held)
         return begun(sums, *rest)
 
     def watched(of):
