@@ -161,7 +161,7 @@ def _value(form: Form, schema: Any, definitions: Any, key: str) -> str:
     """Makes the regex of an argument without quotes around strings."""
     if isinstance(schema, dict) and "anyOf" in schema:
         return f"(?:{'|'.join(_value(form, part, definitions, key) for part in schema['anyOf'])})"
-    if "string" not in kinds_of(schema):
+    if "string" not in _kinds_of(schema):
         return regex_of(json.dumps(schema | {"$defs": definitions} if definitions else schema))
     unknown = [word for word in schema if word not in _OF_STRINGS]
     require(not unknown, f"json.properties.{key}", unknown, f"of keywords only {', '.join(_OF_STRINGS)}")
@@ -331,7 +331,7 @@ def _checked(value: Any) -> tuple[str, dict[str, Any]]:
 
 def _typed(text: str, schema: Any) -> Any:
     """Reads an argument that is written without quotes: as text where the schema has strings, else as JSON."""
-    kinds = kinds_of(schema)
+    kinds = _kinds_of(schema)
     if "string" in kinds and not (text == "null" and "null" in kinds):
         return text
     try:
@@ -340,7 +340,7 @@ def _typed(text: str, schema: Any) -> Any:
         return text
 
 
-def kinds_of(schema: Any) -> set[str]:
+def _kinds_of(schema: Any) -> set[str]:
     """Returns the types that a JSON schema names, those of its alternatives included."""
     parts = [schema, *schema.get("anyOf", ())] if isinstance(schema, dict) else []
     named = [part.get("type") for part in parts if isinstance(part, dict)]
