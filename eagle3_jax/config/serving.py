@@ -181,6 +181,7 @@ class ServeConfig:
         tool_call_parser: the form in which the target calls tools, by vLLM's names; None is what its template tells.
         memory_fraction: share of the device's memory for weights and caches; None makes room for the whole batch at
             `max_length`.
+        structured_mib: MiB of the device's memory for the tables of structured outputs; 0 refuses them.
         warm_up_folder: folder of compiled programs and measured costs, which make the next start fast; None is a folder
             of this package's cache ($EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax), "none" keeps nothing. Programs go
             where JAX's own setting says, where it is set.
@@ -211,6 +212,7 @@ class ServeConfig:
     generation_config: str = "auto"
     tool_call_parser: CallForm | None = None
     memory_fraction: Proper | None = None
+    structured_mib: Annotated[int, Field(ge=0, le=4096)] = 64
     warm_up_folder: str | None = None
     api_key_variable: str | None = None
     api_key_file: str | None = None

@@ -66,7 +66,6 @@ def check_request(
             raise ValueError(f"{field}: got token id {beyond[0]}, expected 0 to {vocab_size - 1}")
     few, own = len({*params.stop_token_ids} | end_ids) <= MAX_STOP_IDS, f"the model's own {len(end_ids)}"
     require(few, "stop_token_ids", len(params.stop_token_ids), f"{MAX_STOP_IDS} at most, {own} included")
-    require(params.structured is None, "structured", params.structured, "None: this engine has no `structured_mib`")
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -32,6 +32,8 @@ from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.request import Name, Output, Piece, Request, report_ended
 from eagle3_jax.decoding.scheduler import EngineStats, Scheduler
+from eagle3_jax.decoding.structured.compile import Compiler, Table
+from eagle3_jax.decoding.structured.pool import TablePool
 from eagle3_jax.decoding.text import end_ids
 from eagle3_jax.decoding.tier import VANILLA, Tier
 from eagle3_jax.decoding.warm_up import WarmUp
@@ -69,6 +71,7 @@ class Engine:
         draft_weights: FewBits | None = None,
         prefix_cache: bool = True,
         queue_limit: int | None = None,
+        structured_mib: int = 0,
         sample_drafts: bool = True,
         simulated_acceptance: float | None = None,
         adapt: AdaptConfig | None = None,
@@ -98,6 +101,8 @@ class Engine:
             prefix_cache: keeps the pages of ended requests for prompts with the same beginning. Where the target
                 has recurrent layers, copies of their states too, as many as `batch_size`.
             queue_limit: most requests that wait; one more is refused. None is no limit.
+            structured_mib: MiB of the device's memory for the tables of structured outputs, all requests' together; 0
+                refuses them. Equal shapes share a table.
             sample_drafts: False: no tree draws its drafts (see `DraftTree`), so in float32 a seed gives vanilla
                 decoding's answer, whatever is drafted.
             simulated_acceptance: for benchmarks: accepts each draft with this probability, whatever the target predicts
@@ -116,6 +121,8 @@ class Engine:
         longest = target.config.max_position_embeddings
         arguments.check_truths(prefix_cache=prefix_cache, sample_drafts=sample_drafts)
         arguments.check_sizes(batch_size, max_length, page_size, kv_tokens, memory_fraction, queue_limit, longest)
+        is_size = isinstance(structured_mib, int) and 0 <= structured_mib <= 4096
+        require(is_size, "structured_mib", structured_mib, "a whole number from 0 to 4096")
         arguments.check_draft_weights(draft_weights, drafts=isinstance(draft, Draft))
         tiers = choice_for(target.config, draft, tree, simulated_acceptance, sample_drafts=sample_drafts)
         if isinstance(draft, str):
@@ -131,11 +138,12 @@ class Engine:
             learner, draft = _learner(adapt, target, draft, simulated_acceptance, identity)
             learned = adapt.row_length
         kept = (batch_size if prefix_cache else 0) if target.config.recurrent else None
-        sizes = Sizes.plan(batch_size, max_length, page_size, every, learned=learned, kept_states=kept)
+        of_state = learned, kept, structured_mib * 2**18
+        sizes = Sizes.plan(batch_size, max_length, page_size, every, None, *of_state)
         if memory_fraction is not None:
             kv_tokens = tokens_that_fit(target, draft, memory_fraction, sizes, every, stored)
         if kv_tokens is not None:
-            sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens, learned, kept)
+            sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens, *of_state)
         runner = ModelRunner(target, draft, every, sizes, stored, draft_weights)
         self._start(tokenizer, runner, tiers, prefix_cache, queue_limit, learner)
 
@@ -145,6 +153,7 @@ class Engine:
         self._runner, self._limits = runner, limits
         self._learner: Learner | None = limits[-1]
         self._end_ids = end_ids(runner.target.config, tokenizer)
+        self._compiler = Compiler(tokenizer, runner.target.config.vocab_size, self._end_ids)
         self._scheduler = Scheduler(runner, tiers, self._end_ids, *limits)
         self._loop, self._warm_up = EngineLoop(self._scheduler), None
 
@@ -501,8 +510,20 @@ class Engine:
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, sample: int, **options: Any) -> Request:
         ids = encode(self.tokenizer, prompt, name)
         arguments.check_request(name, ids, params, self.max_length, self.target.config.vocab_size, self._end_ids)
-        limit = min(params.max_tokens, self.max_length - len(ids))
-        return Request(self._loop, self.tokenizer, ids, params, limit, sample, **options)
+        limit, table = min(params.max_tokens, self.max_length - len(ids)), self._table(params)
+        return Request(self._loop, self.tokenizer, ids, params, limit, sample, table=table, **options)
+
+    def _table(self, params: SamplingParams) -> Table | None:
+        """Returns the table of a request's shape. Raises ValueError: there is none, or it never fits."""
+        if params.structured is None:
+            return None
+        words = self._runner.sizes.tables
+        require(words > 0, "structured", params.structured, "None: this engine has structured_mib 0")
+        table = self._compiler.table(params.structured)
+        most, size = TablePool(words, self.target.config.vocab_size).most, table.words.size
+        fits = f"{max(most, 0) / 2**18:.1f} MiB at most, see structured_mib"
+        require(size <= most, "structured", f"a table of {size / 2**18:.1f} MiB", fits)
+        return table
 
     def _answer(
         self, take: Callable[[], tuple[Name, Request] | None], on_output: Callable[[Name, Output], object] | None

@@ -19,6 +19,7 @@ from eagle3_jax.decoding.choice.policy import Acceptance
 from eagle3_jax.decoding.device.report import Advance, RoundTree
 from eagle3_jax.decoding.pages import PageAllocation
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.structured.compile import Table
 from eagle3_jax.decoding.text import Channels, Detokenizer, StopScanner
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -158,9 +159,10 @@ class Request:
         drafts: bool = True,
         adapt: bool = True,
         timeout: float | None = None,
+        table: Table | None = None,
     ) -> None:
         self.ids, self.params, self.limit, self.sample, self.drafts = ids, params, limit, sample, drafts
-        self.adapt = adapt
+        self.adapt, self.table = adapt, table
         self._submitted = time.monotonic()
         self.deadline = None if timeout is None else self._submitted + min(timeout, threading.TIMEOUT_MAX)
         self.output: Output | None = None
@@ -170,6 +172,7 @@ class Request:
         self.aborted = False
         self.allocation: PageAllocation | None = None
         self.slot = 0  # in the batch
+        self.place = 0  # of its constraint's table
         self.read = 0  # tokens of the prompt that were reused, or dispatched to be read
         self.acceptance = Acceptance()
         self._driver, self._tokenizer = driver, tokenizer

@@ -29,7 +29,9 @@ from eagle3_jax.decoding.device.runner import Runner
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.params import MAX_LOGPROBS
 from eagle3_jax.decoding.request import FinishReason, Output, QueueFullError, Request, format_error
+from eagle3_jax.decoding.rounds.constraint import ConstraintRows
 from eagle3_jax.decoding.rounds.state import RequestRows
+from eagle3_jax.decoding.structured.pool import CHUNK, TablePool
 from eagle3_jax.decoding.tier import Tier
 from eagle3_jax.models.target import TargetModel
 
@@ -107,6 +109,7 @@ class Scheduler:
         self._learner = learner
         sizes = runner.sizes
         self._pool = PagePool(sizes.pages, sizes.page_size, reuse=prefix_cache, states=sizes.kept_states)
+        self._tables = TablePool(sizes.tables, runner.target.config.vocab_size)
         self._stats, self._finished = EngineStats(pages=sizes.pages), collections.Counter[str]()
         self._best = min(MAX_LOGPROBS, runner.target.config.vocab_size)
         tiers = choice.tiers
@@ -279,6 +282,7 @@ class Scheduler:
         self._runner.reset()
         pool = self._pool
         self._pool = PagePool(pool.pages, pool.page_size, reuse=pool.reuse, states=pool.states)
+        self._tables = self._tables.empty()
 
     def _change_target(self) -> None:
         with self.changes:
@@ -292,7 +296,7 @@ class Scheduler:
                 request.allocation.registering = False
 
     def _admit(self) -> None:
-        """Gives slots and pages to waiting requests, in the order of arrival."""
+        """Gives slots, pages and places of tables to waiting requests, in the order of arrival."""
         sizes = self._runner.sizes
         for slot in range(len(self._slots)):
             if self._slots[slot] is not None:
@@ -304,7 +308,16 @@ class Scheduler:
                 request.allocation = self._pool.allocate(request.ids, len(request.ids) + request.limit + self._scratch)
                 if request.allocation is None:
                     return  # no request overtakes the first one
+                if request.table is not None and (place := self._tables.hold(request.table)) is None:
+                    self._pool.release(request.allocation)
+                    request.allocation = None
+                    return
                 self._waiting.popleft()
+            if request.table is not None and place is not None:
+                request.place, fresh = place
+                words = request.table.words[: None if fresh else 0]
+                for start in range(0, len(words), CHUNK):
+                    self._runner.run(calls.write_table(sizes, request.place + start, words[start : start + CHUNK]))
             request.slot, request.read = slot, request.allocation.reused
             request.acceptance.in_prefix = not request.allocation.drafted
             if request.allocation.state is not None:
@@ -367,7 +380,7 @@ class Scheduler:
             if request.read == request.cached and (request.params.penalises or self._copies):
                 self._runner.run(calls.note_prompt(sizes, request.slot, request.ids))
             assert request.allocation is not None
-            asked, pages, stop = _row(request, self._eos), request.allocation.pages, self._stop(request)
+            asked, pages, stop = _row(request, self._eos, sizes), request.allocation.pages, self._stop(request)
             while len(stretches) < count and request.read < stop:
                 own = request.slot, request.ids, request.read, pages, asked, stop
                 stretch = PromptChunk.stretch(sizes, length, *own)
@@ -432,6 +445,8 @@ class Scheduler:
             if self._learner is not None and observed is not None and len(request.tokens) > len(request.ids) + 1:
                 self._learner.keep(observed, request.slot, request.tokens[:-1], request.cached, len(request.ids))
         self._pool.release(request.allocation, forget=failed)
+        if request.table is not None:
+            self._tables.release(request.table)
         self._slots[request.slot] = None
         if still_runs:
             self._cancelled.add(request.slot)
@@ -452,10 +467,12 @@ class Scheduler:
         return bool(begun)
 
 
-def _row(request: Request, eos: frozenset[int]) -> RequestRows:
+def _row(request: Request, eos: frozenset[int], sizes: shapes.Sizes) -> RequestRows:
     """Makes the row of a request that programs read."""
     params, digest = request.params, zlib.crc32(np.asarray(request.ids, np.int32).tobytes())
     if request.sample:
         digest = zlib.crc32(b"%d" % request.sample, digest)
     stop_ids = {*params.stop_token_ids} | (frozenset() if params.ignore_eos else eos)
-    return RequestRows.of(params, limit=request.limit, stop_ids=stop_ids, prompt_length=len(request.ids), digest=digest)
+    own: Any = {"limit": request.limit, "stop_ids": stop_ids, "prompt_length": len(request.ids), "digest": digest}
+    constraint = ConstraintRows.of(request.table, request.place) if sizes.tables else None
+    return RequestRows.of(params, **own, constraint=constraint)

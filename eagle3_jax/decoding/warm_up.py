@@ -47,7 +47,7 @@ class WarmUp:
         self._made: set[tuple[Any, ...]] = set()
         sizes = runner.sizes
         self.planned = 1 + len(sizes.prefill_shapes) + len(sizes.widths) * len(tiers.tiers)
-        self.planned += runner.rests + bool(sizes.kept_states)
+        self.planned += runner.rests + bool(sizes.kept_states) + bool(sizes.tables)
 
     @property
     def ready(self) -> int:
@@ -67,6 +67,7 @@ class WarmUp:
         rows, length = sizes.prefill_shapes[-1]
         reads = calls.prefill(sizes, rows=rows, length=length)
         states = [calls.copy_state(sizes)] if sizes.kept_states else []
+        states += [calls.write_table(sizes)] if sizes.tables else []
         first = [calls.note_prompt(sizes), *states, reads, self._rounds(sizes.batch, [tier])[0]]
         self._say(f"{self.planned} programs are to compile, at most; {len(first)} answer every request")
         runner.begin()

@@ -54,7 +54,10 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     if draft is None:
         draft, _ = chosen_draft(None, config.folder("export"), target)
     sizes: Any = trees[0] if len(trees) == 1 else trees or "auto", settings.batch_size, settings.max_length
-    how: Any = {name: getattr(settings, name) for name in ("token_map", "memory_fraction", "draft_weights", "adapt")}
+    how: Any = {
+        name: getattr(settings, name)
+        for name in ("token_map", "memory_fraction", "structured_mib", "draft_weights", "adapt")
+    }
     draft = None if draft == "none" else draft
     engines = [Engine.load(row, draft, *sizes, **how) for row in data_parallel.targets(target, replica)]
     pool = EnginePool(engines, settings.queue_limit)

@@ -20,7 +20,9 @@ from eagle3_jax.decoding.hosts import api, wire
 from eagle3_jax.decoding.hosts.api import follow, lead
 from eagle3_jax.decoding.hosts.wire import HostLost
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.rounds.constraint import ConstraintRows
 from eagle3_jax.decoding.rounds.state import RequestRows
+from eagle3_jax.decoding.structured.compile import Table
 from eagle3_jax.runs import processes
 
 QUICKLY: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
@@ -28,15 +30,18 @@ QUICKLY: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 def test_a_call_is_the_same_on_all_processes():
     """Chunks with every field of a request, and tiers, in JSON and back."""
-    sizes = Sizes.plan(2, 64, 16, tiers.WITH_HEAD)
+    sizes = Sizes.plan(2, 64, 16, tiers.WITH_HEAD, tables=2**17)
     params = SamplingParams(temperature=0.3, top_p=0.9, seed=-5, logit_bias={3: -1.5}, stop_token_ids=(7,), logprobs=2)
-    of_request = RequestRows.of(params, limit=9, stop_ids=(7,), prompt_length=3, digest=2**32 - 1)
+    constraint = ConstraintRows.of(Table(np.zeros(9, np.int32), 1, 2, (3, 5, 7)), 2**16)
+    own: Any = {"limit": 9, "stop_ids": (7,), "prompt_length": 3, "digest": 2**32 - 1, "constraint": constraint}
+    of_request = RequestRows.of(params, **own)
     of: Any = {"slot": 1, "prompt": [3, 2, 1], "start": 0, "pages": [4, 2], "request": of_request}
     for call in (
         calls.prefill(sizes, [PromptChunk.stretch(sizes, 16, **of)], rows=4, length=16),
         calls.decode(sizes, {1}, [0], 3, 1, width=1, tier=tiers.CHAIN, greedy=False),
         calls.catch_up(sizes, [], 1),
         calls.note_prompt(sizes, 1, [3, 2, 1]),
+        calls.write_table(sizes, 2**16, [3, -1]),
     ):
         got = wire.decode(json.loads(wire.line_of(wire.encode(call))), sizes, tiers.WITH_HEAD)
         assert (got.key, got.sent.form) == (call.key, call.sent.form)

@@ -44,7 +44,7 @@ def draft(target) -> Draft:
 def drafting(monkeypatch, propose):
     """Replaces what the head drafts: propose(tree, root, lengths) -> tokens [b, n]."""
 
-    def grow(target, draft, tree, root, draft_state, this, cache, sampling, copied, *, greedy):
+    def grow(target, draft, tree, root, draft_state, this, cache, sampling, copied, constraints, *, greedy):
         tokens = jnp.concatenate([root[:, None], propose(tree, root, this.lengths)[:, 1:]], axis=1)
         rows = functools.partial(jnp.broadcast_to, shape=tokens.shape)
         parents, depths = rows(jnp.asarray(PARENTS[tree])), rows(jnp.asarray(DEPTHS[tree]))

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.sampling import Rows, entry
 from eagle3_jax.decoding.rounds.state import TRASH, RequestRows
+from eagle3_jax.decoding.structured.pool import CHUNK
 from eagle3_jax.decoding.tier import RoundPlan, Tier
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -113,7 +114,7 @@ class PromptChunk:
     @classmethod
     def of(cls, stretches: Sequence[PromptChunk], rows: int, length: int, sizes: Sizes) -> PromptChunk:
         """Joins stretches of up to `length` tokens, and fills up with rows of no request."""
-        nobody = RequestRows.nobody()
+        nobody = RequestRows.nobody(constrains=sizes.tables > 0)
         blank = cls.stretch(sizes, length, slot=sizes.batch, prompt=(), start=0, pages=(), request=nobody)
         padded = [*stretches, *[blank] * (rows - len(stretches))]
         return jax.tree.map(lambda *parts: np.concatenate(parts), *padded)
@@ -169,6 +170,13 @@ def note_prompt(sizes: Sizes, slot: int = 0, ids: Sequence[int] = ()) -> Call:
 def copy_state(sizes: Sizes, source: int = 0, target: int = 0) -> Call:
     """Copies a recurrent state from slot to slot; those behind the batch's are kept for other prompts."""
     return Call("copy_state", {}, Packed.of(np.int32(source), np.int32(target)))
+
+
+def write_table(sizes: Sizes, place: int = 0, words: Sequence[int] | np.ndarray = ()) -> Call:
+    """Writes a chunk of a constraint's table at a place of the tables' words."""
+    chunk = np.zeros(CHUNK, np.int32)
+    chunk[: len(words)] = words
+    return Call("write_table", {}, Packed.of(np.int32(place), chunk))
 
 
 def rehearse(length: int) -> Call:

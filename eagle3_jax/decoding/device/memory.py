@@ -31,7 +31,8 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
     steps, vocabulary = max(tier.depth for tier in tiers), target.config.vocab_size
     room, tail = ROUNDS * (steps + 1), max(tier.nodes for tier in tiers)
     none = jnp.zeros(batch, jnp.int32)
-    requests = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), RequestRows.nobody())
+    nobody = RequestRows.nobody(constrains=sizes.tables > 0)
+    requests = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), nobody)
     width = 0 if draft is None else draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
     state = State(
         cache=target.empty_pages(pages, page_size, kv_dtype, states=batch + (sizes.kept_states or 0), tail=tail),
@@ -55,6 +56,8 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
         last_tree=LastTree.empty(batch, tail),
         states=jnp.arange(batch) if target.config.recurrent else None,
+        automaton=none if sizes.tables else None,
+        tables=jnp.full(sizes.tables, -1, jnp.int32) if sizes.tables else None,  # the first mask allows everything
     )
     if draft is not None and not all(tier.head for tier in tiers):
         state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))

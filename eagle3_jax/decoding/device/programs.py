@@ -37,9 +37,9 @@ from eagle3_jax.decoding.tier import RoundPlan
 from eagle3_jax.mesh import constrain
 
 # Programs that need no models: those of other models of the same shapes are theirs too.
-OF_STATE = ("rehearse", "note_prompt", "copy_state")
+OF_STATE = ("rehearse", "note_prompt", "copy_state", "write_table")
 # Fields of `State` that all slots share: rows are gathered, pages stay where they are.
-_POOLS = ("cache", "draft_cache")
+_POOLS = ("cache", "draft_cache", "tables")
 
 
 def _program(function: Callable[..., Any]) -> Any:
@@ -66,7 +66,7 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
     stretch = chunk.tokens[:, :-1], chunk.tokens[:, 1:], chunk.starts, chunk.counts, chunk.ends
     places = chunk.page_table, None if state.states is None else _own_states(chunk.slots, batch)
     caches = state.cache, state.draft_cache
-    found, caches = read(target, draft, *stretch, caches, requests, token_counts, *places, greedy=False)
+    found, caches = read(target, draft, *stretch, caches, requests, token_counts, *places, state.tables, greedy=False)
     none, best = jnp.zeros_like(chunk.slots), state.logprobs.best.shape[-1]
     logprobs = jax.lax.cond(
         (requests.logprobs >= 0).any(),
@@ -107,6 +107,7 @@ def prefill(models: Models, state: State, chunk: PromptChunk) -> tuple[State, In
         token_counts=dataclasses.replace(state.token_counts, in_answer=join(state.token_counts.in_answer, in_answer)),
         page_table=join(state.page_table, chunk.page_table[:, : state.page_table.shape[1]]),
         draft_state=join(state.draft_state, found.draft_state),
+        automaton=join(state.automaton, found.automaton),
         history=history,
         unread=unread,
         observed=observed,
@@ -235,6 +236,7 @@ def rehearse(state: State, length: Int[Array, ""]) -> State:
             stop_ids=jnp.full_like(state.requests.stop_ids, -1),
         ),
         num_output=each,
+        automaton=None if state.automaton is None else each,
         page_table=own,
         history=None if state.history is None else jnp.zeros_like(state.history),
         unread=unread,
@@ -262,7 +264,15 @@ def copy_state(state: State, source: Int[Array, ""], target: Int[Array, ""]) -> 
     return constrain(dataclasses.replace(state, cache=state.cache.copied(source, target)), STATE_SHARDING_RULES)
 
 
-_PROGRAMS = frozenset(f"jit({name})" for name in ("prefill", "decode", "catch_up", "note_prompt", "copy_state"))
+@_program
+def write_table(state: State, place: Int[Array, ""], words: Int[Array, " chunk"]) -> State:
+    """Writes a part of a constraint's table."""
+    assert state.tables is not None
+    tables = jax.lax.dynamic_update_slice(state.tables, words, (place,))
+    return constrain(dataclasses.replace(state, tables=tables), STATE_SHARDING_RULES)
+
+
+_PROGRAMS = frozenset(f"jit({name})" for name in ("prefill", "decode", "catch_up", *OF_STATE[1:]))
 _compiled: collections.Counter[tuple[int, bool]] = collections.Counter()  # by thread, and whether an engine's
 
 

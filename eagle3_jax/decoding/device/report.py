@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -131,5 +132,6 @@ def _logprobs_of(found: Any, count: int) -> list[tuple[float, float, list[tuple[
         return []
     names = ("chosen", "processed", "tokens", "best")
     chosen, processed, tokens, values = (found[name][:count].tolist() for name in names)
-    best = [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
+    every = [zip(*pair, strict=True) for pair in zip(tokens, values, strict=True)]
+    best = [[pair for pair in pairs if pair[1] > -math.inf] for pairs in every]  # a constraint forbids the others
     return list(zip(chosen, processed, best, strict=True))

@@ -36,6 +36,7 @@ class Sizes:
     pages_per_sequence: int  # of the longest request, the scratch of a round included
     observed: int = 0  # newest tokens of each sequence whose states are kept (`Observed`); 0 keeps none
     kept_states: int | None = None  # copies of recurrent states, beside the batch's; None: the target has none
+    tables: int = 0  # words of the tables of constraints; 0: no request has one
 
     @classmethod
     def plan(
@@ -47,6 +48,7 @@ class Sizes:
         kv_tokens: int | None = None,
         learned: int = 0,
         kept_states: int | None = None,
+        tables: int = 0,
     ) -> Sizes:
         """Chooses the sizes; a head may learn from `learned` tokens of an ended request.
 
@@ -59,7 +61,7 @@ class Sizes:
             raise ValueError(f"kv_tokens: got {kv_tokens}, expected at least {each * page_size}, room for one request")
         # The device may be two dispatches ahead of the host that ends a request.
         observed = learned and learned + 2 * ROUNDS * (max(tier.depth for tier in tiers) + 1)
-        return cls(batch, max_length, pages, page_size, each, observed, kept_states)
+        return cls(batch, max_length, pages, page_size, each, observed, kept_states, tables)
 
     @property
     def cache_length(self) -> int:

@@ -24,7 +24,7 @@ from eagle3_jax.runs import processes
 
 PATIENCE = 10.0  # seconds
 _MEETING = 60.0  # seconds in which all processes connect, when all have loaded
-_CALLS = ("prefill", "decode", "catch_up", "note_prompt", "copy_state")
+_CALLS = ("prefill", "decode", "catch_up", "note_prompt", "copy_state", "write_table")
 
 
 class HostLost(OSError):

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.rounds.constraint import Constraints
 from eagle3_jax.decoding.rounds.lookup import Copied
 from eagle3_jax.decoding.rounds.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree, rerank
@@ -44,6 +45,7 @@ def grow(
     cache: Cache,
     sampling: Sampling | None = None,
     copied: Copied | None = None,
+    constraints: Constraints | None = None,
     *,
     greedy: bool | Bool[Array, ""] = False,
 ) -> tuple[TokenTree, Cache]:
@@ -55,6 +57,7 @@ def grow(
         this: its `lengths` pairs are committed in the head's `cache`; slots behind them are scratch.
         sampling: draws the drafts of requests with a temperature; None takes the head's best for all.
         copied: `tree.lookup_tokens` tokens for each root; None if that is 0.
+        constraints: forbid drafts, each by the state that its own path leads to.
         greedy: see `RoundPlan`.
 
     Returns the tree, and the cache with its scratch written.
@@ -63,26 +66,43 @@ def grow(
     coins = _coins(sampling, lengths, tree.num_steps, greedy=greedy) if sampling is not None and k == 1 else None
     drawn: list[Array] = []
     best_alone = True if sampling is None else greedy
+    states = None if constraints is None else constraints.states[:, None]  # of the frontier
+    if constraints is not None and best_alone is not False:
+        best_alone = ~constraints.bind & best_alone
     levels = draft.head.levels(target.embed[...], tree, root, draft_state, this, cache, greedy=best_alone)
 
     def children(tokens: Int[Array, "b m"]) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
         """Returns log-probabilities and draft ids."""
-        if sampling is None:
+        if sampling is None and constraints is None:
             return levels.best(tokens, k)
         depth = len(drawn)
 
+        def logits_of() -> Float[Array, "b m dv"]:
+            if constraints is None or states is None:
+                return levels.logits(tokens)
+            return levels.logits(tokens, constraints.allowed(states, draft.token_ids))
+
         def draws() -> tuple[Array, Array, Array]:
-            assert sampling is not None
-            logits = levels.logits(tokens)
+            logits = logits_of()
+            if sampling is None:
+                return none(*top_k_of_logits(logits, k))
             if coins is not None:
                 return _draw_child(logits, sampling, coins[:, depth])
             return _draw_children(logits, k, sampling, sampling.gumbel(lengths, DRAFTS + depth, *logits.shape[1:]))
 
         def best() -> tuple[Array, Array, Array]:
-            return *levels.best(tokens, k), jnp.zeros((*tokens.shape, draft.token_ids.shape[0]))
+            return none(*levels.best(tokens, k))
+
+        def none(gained: Array, candidates: Array) -> tuple[Array, Array, Array]:
+            """Adds what stands for the distribution of drafts that are not drawn."""
+            return gained, candidates, jnp.zeros((*tokens.shape, 0 if sampling is None else len(draft.token_ids)))
+
+        def constrained() -> tuple[Array, Array, Array]:
+            return jax.lax.cond(greedy, lambda: none(*top_k_of_logits(logits_of(), k)), draws)
 
         # The head runs outside: a branch that wrote its cache would copy all of it.
-        gained, candidates, probs = draws() if greedy is False else jax.lax.cond(greedy, best, draws)
+        others = draws if constraints is None or isinstance(greedy, bool) else constrained
+        gained, candidates, probs = draws() if best_alone is False else jax.lax.cond(best_alone, best, others)
         drawn.append(probs)
         return gained, candidates
 
@@ -92,6 +112,8 @@ def grow(
     parents_of = jnp.zeros((batch, k), jnp.int32)
     for depth in range(1, tree.num_steps):  # the frontier's depth; its children are one deeper
         levels.descend(draft.token_ids[ids], parents_of)
+        if constraints is not None and states is not None:
+            states = constraints.step(jnp.take_along_axis(states, parents_of, axis=1), draft.token_ids[ids])
         gained, candidates = children(draft.token_ids[ids])
         candidate_scores = (scores[:, :, None] + gained).reshape(batch, k * k)
         candidates = candidates.reshape(batch, k * k)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.decoding.rounds.constraint import Constraints
 from eagle3_jax.decoding.rounds.sampling import BONUS, TokenCounts, draw, probabilities
 from eagle3_jax.decoding.rounds.state import RequestRows
 from eagle3_jax.decoding.rounds.verify import row_of
@@ -29,6 +30,7 @@ class Read:
         failed: whether they are not finite.
         draft_state: the head's state at the last pair; None in vanilla decoding.
         hidden, aux: the target's states at every position.
+        automaton: the constraint's state behind the root; None without structured outputs.
     """
 
     logits: Float[Array, "b v"]
@@ -38,6 +40,7 @@ class Read:
     draft_state: Float[Array, "b d"] | None
     hidden: Float[Array, "b t h"]
     aux: Float[Array, "b t f"]
+    automaton: Int[Array, " b"] | None = None
 
 
 def read(
@@ -53,6 +56,7 @@ def read(
     token_counts: TokenCounts | None = None,
     pages: Int[Array, "b pages"] | None = None,
     states: Int[Array, " b"] | None = None,
+    tables: Int[Array, " words"] | None = None,
     *,
     greedy: bool,
 ) -> tuple[Read, tuple[Cache, Cache | None]]:
@@ -65,6 +69,7 @@ def read(
         counts: tokens of the stretch.
         ends: whether the prompt ends with this stretch.
         pages, states: see `Pass`. With pages, a row may continue the one before it.
+        tables: of constraints, see `State`.
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]
     cache, draft_cache = caches
@@ -72,8 +77,12 @@ def read(
     this = Pass(positions, starts, pages=pages, states=states, counts=counts, continued=continued)
     hidden, aux, cache = target(tokens, this, cache)
     last = jnp.maximum(counts - 1, 0)
-    logits = target.logits(row_of(hidden, last))
+    logits, constraints = target.logits(row_of(hidden, last)), None
+    if tables is not None and requests.constraint is not None:
+        constraints = Constraints(tables, requests.constraint, jnp.asarray(requests.constraint.start), logits.shape[-1])
+        logits = constraints.masked(logits[:, None], constraints.states[:, None])[:, 0]
     root, processed, failed = _first_token(logits, requests, token_counts, starts + counts, greedy=greedy)
+    automaton = None if constraints is None else constraints.step(constraints.states[:, None], root[:, None])[:, 0]
     draft_state = None
     if draft is not None and draft_cache is not None:
         at_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends[:, None]
@@ -82,7 +91,7 @@ def read(
         this = dataclasses.replace(this, preceding=tokens[:, :1], row=last)
         states, draft_cache = draft.head.feed(target.embed[...], following, features, this, draft_cache)
         draft_state = states[:, 0]
-    return Read(logits, root, processed, failed, draft_state, hidden, aux), (cache, draft_cache)
+    return Read(logits, root, processed, failed, draft_state, hidden, aux, automaton), (cache, draft_cache)
 
 
 def _first_token(

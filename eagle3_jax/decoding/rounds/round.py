@@ -27,6 +27,7 @@ from eagle3_jax.decoding.rounds.state import (
     State,
     TokenLogprobs,
     behind,
+    constraints_of,
     is_stop,
     put_at,
     put_logprobs,
@@ -56,8 +57,10 @@ def draft_tree(target: TargetModel, draft: Draft | None, state: State, plan: Rou
     tree, this, copied = plan.tier.tree, behind(state), None
     if tree is None:
         return root_only(state.root), state
+    constraints = constraints_of(state, target.config.vocab_size)
     if tree.lookup_tokens and state.history is not None:
         copied = lookup.copy(state.history, this.lengths, tree.lookup_tokens)
+        copied = copied if constraints is None else constraints.narrowed(copied)
     state = dataclasses.replace(state, drafted=state.drafted + (~state.done).astype(jnp.int32))
     if not plan.tier.head or draft is None or state.draft_cache is None or state.draft_state is None:
         assert copied is not None
@@ -65,7 +68,7 @@ def draft_tree(target: TargetModel, draft: Draft | None, state: State, plan: Rou
     drawing = state.requests.sampling if tree.sample_drafts and plan.greedy is not True else None
     reads_target = draft.head.reads_target
     of_head = state.root, state.draft_state, this, state.cache if reads_target else state.draft_cache
-    nodes, cache = grow(target, draft, tree, *of_head, drawing, copied, greedy=plan.greedy)
+    nodes, cache = grow(target, draft, tree, *of_head, drawing, copied, constraints, greedy=plan.greedy)
     if reads_target:
         return nodes, dataclasses.replace(state, cache=cache)
     return nodes, dataclasses.replace(state, draft_cache=cache)
@@ -83,6 +86,7 @@ class Verified:
         logits: at every node, for log-probabilities; None in greedy programs.
         processed: log-probabilities of `chosen`, see `verify`; None in greedy programs.
         hidden, argmax: the last hidden state and the most probable next token along the path; None unless observed.
+        automaton: the constraint's state behind the bonus; None without structured outputs.
     """
 
     walk: Walk
@@ -92,6 +96,7 @@ class Verified:
     processed: Float[Array, "b p"] | None
     hidden: Float[Array, "b p h"] | None = None
     argmax: Int[Array, "b p"] | None = None
+    automaton: Int[Array, " b"] | None = None
 
 
 def verify_tree(target: TargetModel, state: State, nodes: TokenTree, plan: RoundPlan) -> tuple[Verified, State]:
@@ -102,7 +107,11 @@ def verify_tree(target: TargetModel, state: State, nodes: TokenTree, plan: Round
     positions, mask = lengths[:, None] + nodes.depths, nodes.mask if tier.branches else None
     of_nodes = dataclasses.replace(this, positions=positions, tail_mask=mask)
     hidden, aux, cache = target(nodes.tokens, of_nodes, state.cache)
-    logits = target.logits(hidden)
+    logits = raw = target.logits(hidden)
+    constraints, states = constraints_of(state, target.config.vocab_size), None
+    if constraints is not None:
+        states = constraints.along(nodes.tokens, nodes.parents, steps)
+        logits = constraints.masked(raw, states)
     if tier.simulated is None:
         of_requests = sampling, lengths, state.requests.stop_ids, state.token_counts
         walk, bonus, processed = verify(nodes, logits, steps, *of_requests, greedy=greedy)
@@ -111,13 +120,16 @@ def verify_tree(target: TargetModel, state: State, nodes: TokenTree, plan: Round
         processed = None if greedy is True else jnp.zeros(walk.path.shape)
     counts = jnp.where(state.done, 0, walk.accepted + 1)
     cache = cache.commit(this, walk.path, counts, moves=tier.branches)
-    failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
+    failed = ~state.done & ~_finite(raw, walk.path).all(axis=-1)
     features = whole_states(jnp.take_along_axis(aux, walk.path[:, :, None], axis=1))
     of_walk = walk, _chosen(nodes.tokens, walk, bonus), features
     verified = Verified(*of_walk, None if greedy is True else logits, processed)
+    if constraints is not None and states is not None:
+        automaton = constraints.step(row_of(states, walk.last)[:, None], bonus[:, None])[:, 0]
+        verified = dataclasses.replace(verified, automaton=automaton)
     if state.observed is not None:
         hidden = jnp.take_along_axis(hidden, walk.path[:, :, None], axis=1)
-        best = jnp.take_along_axis(argmax(logits), walk.path, axis=1)
+        best = jnp.take_along_axis(argmax(raw), walk.path, axis=1)
         verified = dataclasses.replace(verified, hidden=hidden, argmax=best)
     return verified, dataclasses.replace(state, cache=cache, done=state.done | failed, failed=state.failed | failed)
 
@@ -171,6 +183,7 @@ def extend(target: TargetModel, draft: Draft | None, state: State, verified: Ver
         history=history,
         unread=unread,
         observed=observed,
+        automaton=None if verified.automaton is None else jnp.where(state.done, state.automaton, verified.automaton),
     )
 
 
@@ -244,6 +257,8 @@ def run_rounds(
         else:
             assert state.history is not None
             found = lookup.continuation(state.history, state.lengths, 1)[1] > 0  # without a match there are no drafts
+            constraints = constraints_of(state, target.config.vocab_size)
+            found = found if constraints is None else found | (constraints.forced(constraints.states) >= 0)
             state = jax.lax.cond((found & ~state.done).any(), drafted, undrafted, state)
         if state.ends is not None:
             state = dataclasses.replace(state, ends=state.ends.at[:, number].set(state.num_output))

@@ -13,6 +13,7 @@ from jax import P
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.decoding.params import MAX_STOP_IDS, SamplingParams
+from eagle3_jax.decoding.rounds.constraint import ConstraintRows, Constraints
 from eagle3_jax.decoding.rounds.observed import Observed
 from eagle3_jax.decoding.rounds.sampling import Rows, Sampling, TokenCounts, entry
 from eagle3_jax.decoding.rounds.tree import LastTree
@@ -32,16 +33,25 @@ class RequestRows:
         limit: most tokens to choose; in the state of a batch, the tokens still to come.
         stop_ids: tokens that end the sequence; -1 is no token.
         logprobs: number of best tokens to report; -1 reports no log-probabilities.
+        constraint: None in an engine without structured outputs.
     """
 
     limit: Int[Rows, " b"]
     stop_ids: Int[Rows, "b stops"]
     logprobs: Int[Rows, " b"]
     sampling: Sampling
+    constraint: ConstraintRows | None = None
 
     @classmethod
     def of(
-        cls, params: SamplingParams, *, limit: int, stop_ids: Collection[int], prompt_length: int, digest: int
+        cls,
+        params: SamplingParams,
+        *,
+        limit: int,
+        stop_ids: Collection[int],
+        prompt_length: int,
+        digest: int,
+        constraint: ConstraintRows | None = None,
     ) -> RequestRows:
         """Makes one row, on the host: `limit` tokens at most, ended by `MAX_STOP_IDS` ids at most.
 
@@ -53,13 +63,15 @@ class RequestRows:
             stop_ids=entry([*sorted(stop_ids), *unused], np.int32),
             logprobs=entry(-1 if params.logprobs is None else params.logprobs, np.int32),
             sampling=Sampling.of(params, digest, prompt_length + min(params.min_tokens, limit)),
+            constraint=constraint,
         )
 
     @classmethod
     @functools.cache
-    def nobody(cls) -> RequestRows:
-        """Makes the row of no request."""
-        return cls.of(SamplingParams(), limit=0, stop_ids=(), prompt_length=0, digest=0)
+    def nobody(cls, *, constrains: bool = False) -> RequestRows:
+        """Makes the row of no request, in an engine that `constrains` answers or not."""
+        constraint = ConstraintRows.of(None, 0) if constrains else None
+        return cls.of(SamplingParams(), limit=0, stop_ids=(), prompt_length=0, digest=0, constraint=constraint)
 
 
 @jax.tree_util.register_dataclass
@@ -87,6 +99,8 @@ class State:
         last_tree: tree of the last round that each sequence took part in; None if unused.
         observed: what verification computed, for a head that learns from it; else None.
         states: the slot of each sequence's recurrent state; None where the target has none.
+        automaton: the state of each sequence's constraint behind its last token; None without structured outputs.
+        tables: the words of all constraints' tables; else None.
     """
 
     cache: Cache
@@ -111,6 +125,8 @@ class State:
     last_tree: LastTree | None = None
     observed: Observed | None = None
     states: Int[Array, " b"] | None = None
+    automaton: Int[Array, " b"] | None = None
+    tables: Int[Array, " words"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -148,6 +164,14 @@ def behind(state: State) -> Pass:
     lengths = jnp.where(state.done, 0, state.lengths)
     pages = jnp.where(state.done[:, None], TRASH, state.page_table)
     return Pass(lengths[:, None], lengths, pages=pages, states=state.states)
+
+
+def constraints_of(state: State, vocabulary: int) -> Constraints | None:
+    """Returns the constraints of the running sequences, over so many tokens; None without structured outputs."""
+    rows = state.requests.constraint
+    if state.tables is None or state.automaton is None or rows is None:
+        return None
+    return Constraints(state.tables, rows, jnp.where(state.done, 0, state.automaton), vocabulary)
 
 
 def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Rows, "b stops"]) -> Bool[Array, "b *t"]:

@@ -14,6 +14,8 @@ from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.cache import Cache, Pass
 
+IMPOSSIBLE = -1e30  # logit of a draft that cannot come; finite, for a level may have no other
+
 
 class Recurrent:
     """Each level is a pass of a `head.Head` over the frontier; `cache` has what the levels so far wrote."""
@@ -50,9 +52,9 @@ class Recurrent:
         """Returns log-probabilities and draft ids of the k best children of each node of the frontier, `tokens`."""
         return self._head.top_k(self._states, k)
 
-    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
-        """Returns the logits of the children of the frontier, `tokens`."""
-        return self._head.logits(self._states)
+    def logits(self, tokens: Int[Array, "b m"], allowed: Bool[Array, "b m dv"] | None = None) -> Float[Array, "b m dv"]:
+        """Returns the logits of the children of the frontier, `tokens`; those not `allowed` are `IMPOSSIBLE`."""
+        return possible(self._head.logits(self._states), allowed)
 
 
 class Rows:
@@ -89,12 +91,17 @@ class Rows:
         """See `Recurrent`."""
         return self._head.best(self._candidates, self._row, tokens, k)
 
-    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
+    def logits(self, tokens: Int[Array, "b m"], allowed: Bool[Array, "b m dv"] | None = None) -> Float[Array, "b m dv"]:
         """See `Recurrent`."""
         states, logits = self._states[:, self._row, None], self._logits[:, self._row, None]
         shape = tokens.shape
         states, logits = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (states, logits))
-        return self._head.adjusted(logits, states, tokens)
+        return self._head.adjusted(possible(logits, allowed), states, tokens)
+
+
+def possible(logits: Float[Array, "b m dv"], allowed: Bool[Array, "b m dv"] | None) -> Float[Array, "b m dv"]:
+    """Lowers the logits of drafts that cannot come."""
+    return logits if allowed is None else jnp.where(allowed, logits, IMPOSSIBLE)
 
 
 def unread(made: Callable[[], Any]) -> Any:
