@@ -125,7 +125,7 @@ def verify_tree(target: TargetModel, state: State, nodes: TokenTree, plan: Round
     of_walk = walk, _chosen(nodes.tokens, walk, bonus), features
     verified = Verified(*of_walk, None if greedy is True else logits, processed)
     if constraints is not None and states is not None:
-        automaton = constraints.step(row_of(states, walk.last)[:, None], bonus[:, None])[:, 0]
+        automaton = constraints.step(row_of(states, walk.last)[:, None], bonus[:, None])[:, 0]  # 0 of those that ended
         verified = dataclasses.replace(verified, automaton=automaton)
     if state.observed is not None:
         hidden = jnp.take_along_axis(hidden, walk.path[:, :, None], axis=1)
@@ -183,7 +183,7 @@ def extend(target: TargetModel, draft: Draft | None, state: State, verified: Ver
         history=history,
         unread=unread,
         observed=observed,
-        automaton=None if verified.automaton is None else jnp.where(state.done, state.automaton, verified.automaton),
+        automaton=verified.automaton,
     )
 
 

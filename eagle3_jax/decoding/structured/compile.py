@@ -261,6 +261,7 @@ def _texts(tokenizer: Any, size: int) -> list[bytes]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     require(backend is not None, "structured", type(tokenizer).__name__, "an engine with a fast tokenizer")
+    assert backend is not None
     described = json.loads(backend.to_str())
     decoder, added = json.dumps(described["decoder"]), {one["id"]: one for one in described["added_tokens"]}
     by_bytes, pieces = '"ByteLevel"' in decoder, any(name in decoder for name in ("ByteFallback", "Metaspace", "▁"))

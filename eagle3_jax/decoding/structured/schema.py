@@ -167,7 +167,7 @@ class _Schemas:
             raise _refused(at, value, "one schema: several at once have no regular form here")
         if keyword == "oneOf":
             known = [self._known(one, at) for one in value]
-            if any(not _apart(*known[i : i + 1], other) for i in range(len(known)) for other in known[:i]):
+            if any(not _apart(known[i], other) for i in range(len(known)) for other in known[:i]):
                 raise _refused(at, value, "schemas of different types or constants; else anyOf")
         return _either(self.of(one, f"{at}[{number}]", inside) for number, one in enumerate(value))
 
