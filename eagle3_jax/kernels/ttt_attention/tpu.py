@@ -92,7 +92,7 @@ def _operands(*given: Array) -> tuple[TTTShape, Operands]:
         .reshape(s.batch, s.kv_heads, s.tiles, s.later * s.tile, s.head_dim)
         for x in (later_keys, later_values)
     ]
-    return s, Operands(_folded(queries, s), *first, *later, starts, begin, newest)
+    return s, Operands._make((_folded(queries, s), *first, *later, starts, begin, newest))
 
 
 def _later_apart(x: Array, s: TTTShape) -> Array:

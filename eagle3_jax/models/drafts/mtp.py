@@ -149,7 +149,7 @@ class Qwen35Mtp(MtpHead):
     qwen3_next_mtp.py) and SGLang 0.5.23.
     """
 
-    block_type = staticmethod(lambda target, layer, **given: qwen3_5.Block(_alone(target), 0, **given))
+    block_type: ClassVar[Any] = staticmethod(lambda target, layer, **given: qwen3_5.Block(_alone(target), 0, **given))
     counted_by = (*MtpHead.counted_by, "mtp_num_hidden_layers")
     names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 

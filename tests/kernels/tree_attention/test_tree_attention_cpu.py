@@ -46,7 +46,9 @@ def operands(rng, *, batch, nodes, kv_heads, group, d, page_size, lengths, extra
     )
 
 
-in_xla = jax.jit(lambda *operands: tree_attention_xla.attend_xla(tree_attention_xla.Operands(*operands, None, None)))
+in_xla = jax.jit(
+    lambda *operands: tree_attention_xla.attend_xla(tree_attention_xla.Operands._make((*operands, None, None)))
+)
 
 
 @jax.jit
