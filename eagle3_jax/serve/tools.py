@@ -140,18 +140,18 @@ def written(form: Form, tools: Mapping[str, Any], parallel: bool) -> str:
 
 def _arguments(form: Form, name: str, schema: Any) -> str:
     """Makes the regex of a call's arguments: no others than the schema names."""
-    schema = schema or {"type": "object", "properties": {}}
-    if not schema.get("properties", True):
-        schema = {"additionalProperties": False} | schema
+    whole: dict[str, Any] = schema or {"type": "object", "properties": {}}
+    if not whole.get("properties", True):
+        whole = {"additionalProperties": False} | whole
     try:
-        regex = regex_of(json.dumps(schema))
+        regex = regex_of(json.dumps(whole))
         if not form.pair:
             return regex
-        require(schema.get("type") == "object", "json.type", schema.get("type"), "'object'")
+        require(whole.get("type") == "object", "json.type", whole.get("type"), "'object'")
         pairs = ""
-        for key, part in schema.get("properties", {}).items():
-            pair = _filled(form.pair, KEY=literal(key), VALUE=_value(form, part, schema.get("$defs"), key))
-            pairs += pair if key in schema.get("required", ()) else f"(?:{pair})?"
+        for key, part in whole.get("properties", {}).items():
+            pair = _filled(form.pair, KEY=literal(key), VALUE=_value(form, part, whole.get("$defs"), key))
+            pairs += pair if key in whole.get("required", ()) else f"(?:{pair})?"
         return pairs
     except ValueError as error:
         raise ValueError(f"tools.{name}.parameters{str(error).removeprefix('json')}") from error
