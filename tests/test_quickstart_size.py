@@ -5,6 +5,7 @@ import json
 import operator
 import pathlib
 import sys
+from typing import Any
 
 import hypothesis
 import pytest
@@ -32,7 +33,8 @@ def slower(rates: Rates, times: float) -> Rates:
 
 
 def work(config: RunConfig) -> tuple[object, object, object]:
-    packaged, written = config.prepare.sources
+    sources: Any = config.prepare.sources
+    packaged, written = sources
     return packaged.limit, written.count, config.evaluate.limit
 
 
@@ -56,7 +58,7 @@ def test_the_choice_is_kept_for_a_rerun(tmp_path, monkeypatch):
     config.write_text(json.dumps(run_file.to_dict(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run")))))
     monkeypatch.setattr(quickstart_size, "measure", lambda config: slower(FAST, 3.5))
     first = quickstart_size.prepare(config, spent=60)
-    chosen = run_file.load(written)
+    chosen: Any = run_file.load(written)
     assert 52 < (count := chosen.prepare.sources[0].limit) < 520
     assert f"{round(count / 5.2)} % of the prompts" in first
     # Nothing but the number of prompts is another one.

@@ -321,7 +321,7 @@ def specforge_eagle3(case: Case, weights: Any, data: Data, *_: Any) -> Found:
     model = LlamaForCausalLMEagle3(config, attention_backend="sdpa").float()
     model.load_state_dict(weights)
     model.embed_tokens.weight.requires_grad_(False)
-    steps, *_ = eagle3.OnlineEagle3Model(model, length=STEPS)(
+    steps = eagle3.OnlineEagle3Model(model, length=STEPS)(
         input_ids=padding(torch_of(data.token_ids).long(), left=False),
         attention_mask=torch.ones(data.token_ids.shape, dtype=torch.long),
         target=None,
@@ -329,7 +329,7 @@ def specforge_eagle3(case: Case, weights: Any, data: Data, *_: Any) -> Found:
         hidden_states=torch_of(data.aux),
         target_hidden_for_compact=padding(torch_of(data.last_hidden), left=False),
         target_head_weight=torch_of(data.rows),
-    )
+    )[0]
     return found(model, sum(STEP_DECAY**i * step for i, step in enumerate(steps)))
 
 

@@ -339,7 +339,7 @@ def figures(program: Program, limit: float) -> dict[str, Any]:
     """Compiles a program, unless its arguments alone are too large. Returns the compiler's plan, in bytes a device, and
     its "total" with what lies beside it; of a refused program what it needs."""
     arguments, beside = share(program.arguments), share(program.beside)
-    plan = {"arguments": arguments, "total": arguments}
+    plan: dict[str, Any] = {"arguments": arguments, "total": arguments}
     if arguments <= limit:
         with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
             lowered = program.trace().lower()

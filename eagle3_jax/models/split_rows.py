@@ -47,7 +47,8 @@ class SplitRows:
         given = {name: x for name, x in given.items() if x is not None}
 
         def local(queries: Array, keys: Array, values: Array | None, given: dict[str, Any]) -> Array:
-            row_keys, row_values = (x if x is None else _slots(self.split.gathered(x)) for x in (keys, values))
+            row_keys = _slots(self.split.gathered(keys))
+            row_values = None if values is None else _slots(self.split.gathered(values))
             if chosen is not None:
                 return attend_chosen(queries, row_keys, given["chosen"], None)
             before = jnp.broadcast_to(self.split.begin(queries.shape[1]), queries.shape[:1])

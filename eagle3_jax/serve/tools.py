@@ -141,8 +141,9 @@ def written(form: Form, tools: Mapping[str, Any], parallel: bool) -> str:
 def _arguments(form: Form, name: str, schema: Any) -> str:
     """Makes the regex of a call's arguments: no others than the schema names."""
     whole: dict[str, Any] = schema or {"type": "object", "properties": {}}
+    closed: dict[str, Any] = {"additionalProperties": False}
     if not whole.get("properties", True):
-        whole = {"additionalProperties": False} | whole
+        whole = closed | whole
     try:
         regex = regex_of(json.dumps(whole))
         if not form.pair:

@@ -154,6 +154,7 @@ def test_a_mesh_changes_neither_losses_nor_gradients(tmp_path: pathlib.Path, dat
     mesh = make_mesh(MeshConfig(data=data, model=model), jax.devices()[: data * model])
     with jax.set_mesh(mesh):
         head, teacher, batch = given
+        assert isinstance(teacher, Teacher)
         teacher = dataclasses.replace(
             jax.device_put(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES)),
             blocks=jax.device_put(teacher.blocks, shardings(teacher.blocks, mesh, SHARDING_RULES)),

@@ -115,7 +115,7 @@ class IndexedAttention(deepseek_v3.LatentAttention):
         self.count, self.rotated, self.index_neighbours = c.index_topk, c.qk_rope_head_dim, c.index_neighbours
         self.chooses, self.index_scale = bool(c.index_width(layer)), (heads * width) ** -0.5
         if self.chooses:
-            self.index_q = normal((c.q_lora_rank, heads * width), dtype, rngs)
+            self.index_q = normal((c.q_lora_rank or 0, heads * width), dtype, rngs)
             self.index_k = normal((c.hidden_size, width), dtype, rngs)
             self.index_norm, self.index_bias = ones(width, dtype), zeros(width, dtype)
             self.index_weights = normal((c.hidden_size, heads), dtype, rngs)

@@ -98,7 +98,7 @@ def experts_table(config: Any, source: str, names: tuple[str, str, str], *, fuse
     """
     c, h, f = config, config.hidden_size, config.moe_intermediate_size
     entries = {"router": kernel(f"{source}.gate.weight", c.num_experts, h)}
-    wholes = ("gate_up_proj", 0, 2), ("gate_up_proj", 1, 2), ("down_proj", 0, 1)
+    wholes: list[tuple[str, int, int]] = [("gate_up_proj", 0, 2), ("gate_up_proj", 1, 2), ("down_proj", 0, 1)]
     for ours, theirs, (whole, place, parts) in zip(("gate", "up", "down"), names, wholes, strict=True):
         each = [f"{source}.experts.{j}.{theirs}.weight" for j in range(c.num_experts)]
         other = (f"{source}.experts.{whole}", place, parts) if fused else None

@@ -78,4 +78,4 @@ def predict(device: Any, *, read: float = 0, operations: float = 0, sent: float 
     """
     published = TERAFLOPS.get(device.device_kind)
     chip = next((chip for chip in CHIPS.values() if chip.teraflops == published), None)
-    return chip and max(chip.seconds(read, operations) / devices, sent / (chip.link * 1e9))
+    return None if chip is None else max(chip.seconds(read, operations) / devices, sent / (chip.link * 1e9))
