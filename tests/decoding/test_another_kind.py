@@ -67,7 +67,7 @@ def test_three_modules_and_a_row_are_a_kind_of_head(toy, tmp_path):
 
 def test_a_kind_without_a_row_is_refused_by_the_config(monkeypatch):
     monkeypatch.delitem(KINDS, "medusa")
-    expected = "'eagle3', 'mtp', 'dflash', 'dspark' or 'dflash2'"
+    expected = "'eagle3', 'mtp', 'dflash', 'dspark', 'dflash2' or 'assistant'"
     for name in ("medusa", "eagle2"):
         with pytest.raises(ConfigError, match=f"draft.kind: got '{name}', expected {expected}$"):
             DraftConfig(kind=name)
