@@ -224,7 +224,8 @@ def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
         given: dict[str, Any] = arguments | {"max_length": 512}
         if {"draft", "tree"} & arguments.keys():
             given["draft"] = draft
-        return load(target, **{name: given[name] for name in ("draft", "tree", "max_length") if name in given})
+        kept = ("draft", "tree", "max_length", "structured_mib")
+        return load(target, **{name: given[name] for name in kept if name in given})
 
     monkeypatch.setattr(eagle3_jax.Engine, "load", load_tiny)
     params: Any = eagle3_jax.SamplingParams
