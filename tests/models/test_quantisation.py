@@ -60,7 +60,9 @@ def test_of_every_family_all_matrices_are_quantised(family):
     shapes = nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0)))
     found = leaves(shapes)
     floats = {name for name, leaf in found.items() if len(leaf.shape) > 1 and axis_of(name, vocabulary=True) is None}
-    assert all(name.endswith(("router", "kv_up", "bias", "taps", "gates", "shared_gate")) for name in floats)
+    small = "router", "kv_up", "bias", "taps", "gates", "shared_gate"
+    indexer = "index_q", "index_k", "index_weights"  # few numbers, which choose what is attended to
+    assert all(name.endswith((*small, *indexer)) for name in floats)
     vocabulary = {name for name in found if axis_of(name, vocabulary=True) != axis_of(name, vocabulary=False)}
     assert vocabulary - {"embed_per_layer"} == {"embed", "lm_head"}
 
