@@ -30,7 +30,7 @@ HELPS = {
     "benchmark decode": (benchmark.main, ["decode"], ["--compare {transformers}", "--benchmark.batch-sizes"]),
     "benchmark tune": (benchmark.main, ["tune"], ["--benchmark.tune-turns"]),
     "benchmark serve": (benchmark.main, ["serve"], ["--compare-key NAME=VARIABLE", "--traffic.rates"]),
-    "serve": (serve.main, [], ["--max-running-requests", "--serve.request-timeout", "(default: 600.0)"]),
+    "serve": (serve.main, [], ["--max-num-seqs", "--serve.request-timeout", "(default: 600.0)"]),
 }
 
 
