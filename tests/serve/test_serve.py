@@ -292,12 +292,12 @@ def address_in(printed: str) -> str:
 def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
     flags = "--target target --target.aux-layers 1 2 3 --draft lookup --port 0 --serve.max-length 512"
     command_line = ["-m", "eagle3_jax.serve", *flags.split(), "--serve.warm-up-folder", "none"]
-    with started(tmp_path, command_line, "compile: 0 of 3 programs") as (process, printed):
+    with started(tmp_path, command_line, "compile: 0 of 4 programs") as (process, printed):
         url = printed.split("loading; ")[1].split("/health")[0]
         health, models = httpx2.get(f"{url}/health"), httpx2.get(f"{url}/v1/models")
         assert (health.status_code, models.status_code) == (503, 503)
-        assert health.json() == {"healthy": False, "starting": "compile: 0 of 3 programs"}
-        assert "(compile: 0 of 3 programs); /health" in models.json()["error"]["message"]
+        assert health.json() == {"healthy": False, "starting": "compile: 0 of 4 programs"}
+        assert "(compile: 0 of 4 programs); /health" in models.json()["error"]["message"]
         time.sleep(1)  # in the middle of a compilation, by all odds
         process.send_signal(sent)
         name = "SIGTERM" if sent == signal.SIGTERM else "Ctrl-C"
@@ -312,12 +312,12 @@ def test_a_server_that_compiles_beside_its_answers_says_so_and_ends_at_once(tmp_
         url = address_in(printed)
         state = httpx2.get(f"{url}/health")
         assert (state.status_code, state.json()["healthy"]) == (200, True)
-        assert state.json()["compiling"] == "3 of 8 programs are ready"
+        assert state.json()["compiling"] == "4 of 9 programs are ready"
         asked = {"prompt": "apple", "max_tokens": 4, "temperature": 0.5}
         assert httpx2.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
         metrics = httpx2.get(f"{url}/metrics").text
         assert (
-            'eagle3_jax_ready_programs{replica="0"} 3.0' in metrics and 'planned_programs{replica="0"} 8.0' in metrics
+            'eagle3_jax_ready_programs{replica="0"} 4.0' in metrics and 'planned_programs{replica="0"} 9.0' in metrics
         )
         process.send_signal(signal.SIGTERM)
         end_well(process, 5)
