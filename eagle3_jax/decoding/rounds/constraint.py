@@ -88,8 +88,8 @@ class Constraints:
         return bits.reshape(*states.shape, -1)[..., : self.vocabulary] == 1
 
     def masked(self, logits: Float[Array, "b n v"], states: Int[Array, "b n"]) -> Float[Array, "b n v"]:
-        """Takes away all probability of forbidden tokens."""
-        return jnp.where(self.allowed(states), logits, -jnp.inf)
+        """Takes away all probability of forbidden tokens; reads no mask where no request has a constraint."""
+        return jax.lax.cond(self.bind, lambda: jnp.where(self.allowed(states), logits, -jnp.inf), lambda: logits)
 
     def forced(self, states: Int[Array, " b"]) -> Int[Array, " b"]:
         """Returns the token along the only way on, or -1."""

@@ -120,7 +120,7 @@ def verify_tree(target: TargetModel, state: State, nodes: TokenTree, plan: Round
         processed = None if greedy is True else jnp.zeros(walk.path.shape)
     counts = jnp.where(state.done, 0, walk.accepted + 1)
     cache = cache.commit(this, walk.path, counts, moves=tier.branches)
-    failed = ~state.done & ~_finite(raw, walk.path).all(axis=-1)
+    failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
     features = whole_states(jnp.take_along_axis(aux, walk.path[:, :, None], axis=1))
     of_walk = walk, _chosen(nodes.tokens, walk, bonus), features
     verified = Verified(*of_walk, None if greedy is True else logits, processed)
