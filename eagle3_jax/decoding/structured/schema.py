@@ -316,13 +316,18 @@ def _pattern(pattern: Any, place: str) -> str:
 
 
 def _numbers(schema: Mapping[str, Any], place: str, *, whole: bool) -> str | None:
-    """Returns the numbers between whole bounds, or all."""
+    """Returns the numbers between whole bounds, or all.
+
+    Beside bounds a number has six decimals at most: more would round to the bound itself in a reader's float64.
+    """
     if not _BOUNDS & schema.keys():
         return _INTEGER if whole else _NUMBER
     for name in _BOUNDS & schema.keys():
         value = schema[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value:
             raise _refused(f"{place}.{name}", value, "a whole number")
+        if not whole and abs(value) > 10**9:
+            raise _refused(f"{place}.{name}", value, "a number within 10**9")
     # The tighter of an open and a closed bound: the greatest lower one, open before closed.
     lows = [(int(schema[name]), name != "minimum") for name in ("minimum", "exclusiveMinimum") if name in schema]
     highs = [(-int(schema[name]), name != "maximum") for name in ("maximum", "exclusiveMaximum") if name in schema]
@@ -338,9 +343,9 @@ def _numbers(schema: Mapping[str, Any], place: str, *, whole: bool) -> str | Non
         if whole:
             return _range(first, None if most is None else most - open_high)
         parts = [_range(first, None if most is None else most - 1)]
-        parts = [part and rf"{part}(?:\.[0-9]+)?" for part in parts]
+        parts = [part and rf"{part}(?:\.[0-9]{{1,6}})?" for part in parts]
         if open_low and (most is None or most > least):
-            parts.append(rf"{least}\.[0-9]*[1-9][0-9]*")
+            parts.append(rf"{least}\.[0-9]{{0,5}}[1-9]")
         if most is not None and not open_high and most >= first:
             parts.append(rf"{most}(?:\.0+)?")
         return _either(iter(parts))

@@ -188,8 +188,14 @@ NODE = {
         ({"type": "integer", "exclusiveMinimum": 9}, ["10", "99", "12345"], ["9", "0", "-10"]),
         (
             {"type": "number", "exclusiveMinimum": 0, "maximum": 10},
-            ["0.5", "9.99", "10", "10.0"],
-            ["0", "0.0", "10.1", "-1"],
+            ["0.5", "9.99", "10", "10.0", "9.123456"],
+            ["0", "0.0", "10.1", "-1", "0.00000000000000001"],
+        ),
+        # float64 reads 20.00000000000000001 as 20, and 29.99999999999999999 as 30.
+        (
+            {"type": "number", "exclusiveMinimum": 20, "exclusiveMaximum": 30},
+            ["20.000001", "29.999999"],
+            ["20", "30", "20.00000000000000001", "29.99999999999999999", "20.000000"],
         ),
         ({"type": "number", "minimum": -3}, ["-3", "-2.5", "0", "1234567.5"], ["-3.1", "-4"]),
         ({"type": "number"}, ["1", "-0.5", "1e9", "2.5E-3"], ["01", ".5", "1."]),
@@ -241,6 +247,7 @@ def test_json_object_is_three_containers_deep():
         ({"type": "string", "pattern": "^a|b$"}, "json.pattern"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "json.maxLength"),
         ({"type": "number", "minimum": 0.5}, "json.minimum"),
+        ({"type": "number", "exclusiveMinimum": 10**12}, "json.exclusiveMinimum"),
         ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, "json.allOf"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "json.oneOf"),
         ({"anyOf": [{"type": "integer"}], "minimum": 3}, "json.minimum"),
